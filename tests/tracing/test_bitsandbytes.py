@@ -73,6 +73,7 @@ def test_a_4_bit_layer_keeps_half_a_byte_per_weight_and_unpacks_it_in_the_precis
         result.sum().backward()
         assert unpacked in allocated(recorder, since)
     assert (WIDE * NARROW // 2, 1) in kept
+    assert recorder.params == WIDE * NARROW
     freed = [tensor.shape for alloc, tensor in recorder.events if not alloc and tensor]
     assert freed.count((WIDE, NARROW)) == [each.shape for each in recorder.tensors].count((WIDE, NARROW))
 

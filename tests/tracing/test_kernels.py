@@ -57,8 +57,7 @@ def test_autocast_keeps_the_copy_of_a_weight_until_its_block_ends() -> None:
         with torch.autocast("cuda", dtype=torch.float16, cache_enabled=False):
             for _ in range(2):
                 F.linear(torch.empty(2, 64, device="cuda", dtype=torch.float16), weight)
-    assert [tensor.owner for tensor in recorder.tensors if tensor.op == "aten._to_copy.default"].count("casts") == 1
-    assert len([tensor for tensor in recorder.tensors if tensor.op == "aten._to_copy.default"]) == 3
+    assert [tensor.owner for tensor in recorder.tensors if tensor.op == "aten._to_copy.default"] == ["casts"] * 3
 
 
 def test_sums_over_rows_have_the_scratch_of_the_recorded_runs() -> None:
@@ -106,6 +105,15 @@ def test_the_attention_kernel_is_the_one_that_sdp_utils_chooses(
     (lambda x: torch.isinf(x), [40_000, 10_000]),                              # abs()
     (lambda x: F.logsigmoid(x), [40_000]),                                     # no buffer
     (lambda x: F.linear(x.view(4, 25, 100).transpose(0, 1), x, x[0]), [40_000, 33_554_432]),  # bias in place
+    (lambda x: F.mse_loss(x, x), [4, 40_000]),                                 # the result, a loss per element
+    (lambda x: F.huber_loss(x, x), [40_000, 4]),
+    (lambda x: F.binary_cross_entropy(x, x), [40_000]),                        # holds the result, too
+    (lambda x: F.binary_cross_entropy(x, x, reduction="none"), [40_000]),
+    (lambda x: F.binary_cross_entropy_with_logits(x, x), [40_000, 40_000, 4]),
+    (lambda x: F.mse_loss(x.expand(100, 100, 100), x.expand(100, 100, 100)), [4, 4_000_000, 492, 4]),
+    (lambda x: x.logsumexp(-1), [400, 100, 400, 40_000, 400]),
+    (lambda x: torch.multinomial(x, 1), [40_000, 800]),
+    (lambda x: F.one_hot(torch.zeros(5, dtype=torch.int64, device="cuda"), 100), [40, 4000]),
 ])
 def test_kernels_allocate_as_on_cuda(operation: object, sizes: list[int]) -> None:
     recorder = Recorder()

@@ -18,6 +18,7 @@ from torch import nn
 import fitgpt
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core.errors import CannotTrace, FitError, ScriptFailed
+from fitgpt.core.units import MiB
 from fitgpt.memory.tape import Tape
 from fitgpt.memory.timeline import replay
 from fitgpt.planning.budget import Target, target_for
@@ -29,6 +30,7 @@ from fitgpt.tracing.recorder import Recorder
 from fitgpt.tracing.saving import saving_nothing
 from fitgpt.tracing.script import run
 from fitgpt.tracing.trace import recording
+from fitgpt.tracing.values import Values
 from tests.tracing import gpt_script
 
 H200 = target_for("h200", "cuda", torch="2.11")
@@ -334,6 +336,9 @@ def test_inference_mode_casts_weights_at_each_use() -> None:
      "train.py, line 4: the script starts processes, which are not traced."),
     ("torch.multiprocessing.spawn(print)", CannotTrace, "line 2: the script starts processes"),
     ("for", ScriptFailed, "SyntaxError"),
+    ("torch.save({}, 'model.pt')\nopen('model.pt', 'rb')", CannotTrace,
+     "train.py, line 3: the script loads model.pt, which it saved before"),
+    ("torch.from_dlpack(torch.ones(3, device='cuda'))", CannotTrace, "train.py, line 2: a trace cannot do this"),
 ])
 def test_what_only_a_trace_cannot_do_is_told_from_what_the_script_does_wrong(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, error: type[FitError], says: str) -> None:
@@ -558,10 +563,78 @@ def test_the_profiler_asks_no_gpu(capfd: pytest.CaptureFixture[str]) -> None:
 def test_memory_statistics_are_those_of_the_trace() -> None:
     with recording(Recorder(), RTX):
         torch.cuda.memory._record_memory_history()
+        assert torch.cuda.memory_reserved() == 0
+        free, _ = torch.cuda.mem_get_info()
         kept = torch.empty(100, device="cuda")
         assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == 512
+        assert torch.cuda.memory_stats()["reserved_bytes.all.peak"] == 2 * MiB
         assert torch.cuda.memory_stats()["num_ooms"] == 0
+        torch.empty(50 * MiB, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_reserved() == free - torch.cuda.mem_get_info()[0] == 52 * MiB
+        torch.cuda.empty_cache()
+        assert (torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()) == (2 * MiB, 52 * MiB)
+        torch.cuda.reset_peak_memory_stats()
+        assert torch.cuda.max_memory_reserved() == 2 * MiB
         del kept
+
+
+def test_data_of_a_tensor_is_replaced_by_data_on_the_other_device() -> None:
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        layer = nn.Linear(8, 8)
+        weight = layer.weight
+        weight.data = weight.data.cuda()
+        assert layer.weight is weight
+        assert (weight.is_cuda, weight.requires_grad, type(weight)) == (True, True, nn.Parameter)
+        assert recorder.allocated == 512
+        weight.data = weight.data.cpu()
+        assert not weight.is_cuda
+        assert recorder.allocated == 0
+
+
+def test_a_list_of_losses_on_the_gpu_becomes_a_tensor_of_the_host() -> None:
+    with recording(Recorder(), RTX):
+        losses = [torch.ones(3, device="cuda").mean() for _ in range(2)]
+        assert torch.tensor(losses).device.type == "cpu"
+        assert torch.tensor([losses], device="cuda").shape == (1, 2)
+
+
+def test_large_and_small_tensors_of_the_host_work_together() -> None:
+    """The large one has no storage."""
+    with recording(Recorder(), RTX):
+        large = torch.empty(512, 1024)
+        assert (large + torch.ones(1024)).shape == (512, 1024)
+        assert torch.cat([large, torch.ones(2, 1024)]).device.type == "cpu"
+
+
+def test_an_optimizer_that_steps_in_a_hook_of_the_backward_pass_has_its_own_phase() -> None:
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300)).to("cuda")
+        optimizers = {each: torch.optim.AdamW([each]) for each in model.parameters()}
+        for each in model.parameters():
+            each.register_post_accumulate_grad_hook(lambda parameter: optimizers[parameter].step())
+        model(torch.ones(2, 300, device="cuda")).sum().backward()
+    states = [tensor for tensor in recorder.tensors if tensor.op == "aten.zeros_like.default"]
+    assert {(tensor.phase, tensor.owner) for tensor in states} == {("optimizer", "optimizer")}
+    assert len(states) == 2 * 4
+
+
+def test_the_classes_of_a_loss_over_images_are_in_its_second_dimension() -> None:
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        classes, image = nn.Embedding(12, 4).to("cuda"), torch.zeros(2, 8, 30, dtype=torch.int64, device="cuda")
+        positions = nn.Embedding(30, 4).to("cuda")
+        scores = (classes(image) + positions(torch.arange(30, device="cuda"))) @ classes.weight.t()
+        nn.functional.cross_entropy(scores.movedim(-1, 1), image)
+    assert recorder.vocabulary == 12
+
+
+def test_values_of_an_empty_tensor_are_not_kept() -> None:
+    """Nothing tells when its storage is freed, and the next may have the same address."""
+    values, tensor = Values(), torch.empty(0, device="meta")
+    values.know(tensor, torch.empty(0))
+    assert values.of(tensor) is None
 
 
 def test_estimate_changes_neither_model_nor_optimizer_and_knows_autocast() -> None:

@@ -93,6 +93,18 @@ def test_a_compiled_script_gets_a_range_and_not_the_eager_figure() -> None:
     assert plan.forecast.assumes["compile"] == "a range from the eager trace"
 
 
+def test_batches_of_different_sizes_are_named() -> None:
+    def notes(*tokens: int) -> tuple[str, ...]:
+        batches = [Kind(8 * 4 * each, "data", "aten._to_copy", "", "train.py:5", "int64", (4, each)) for each in tokens]
+        trace = replace(small_trace(), tensors=(*batches, STATE), events=(0, 0, 1, 0, 2), phases=(("forward", 0),),
+                        steps=(1, 5))
+        return plan_trace(trace, target_for("4070", "cuda", torch="2.11")).notes
+
+    assert any(note.startswith("Batches differ in size: 4 × 512 to 4 × 1,024 were traced.")
+               for note in notes(1024, 512))
+    assert not any("Batches" in note for note in notes(512, 512))
+
+
 def test_changes_are_arithmetic_on_the_trace() -> None:
     trace = small_trace()
     peaks = {change: trace.resized(size).peak // MiB for change, _, size in possible_changes(trace)}

@@ -6,6 +6,7 @@ torch reads them when it is imported, and reports a mistake as an internal asser
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Mapping
 
 from ..core.errors import DeviceError
@@ -34,6 +35,11 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     if not any(result.get(name) for name in ALLOCATOR_VARIABLES):
         result.update({name: ALLOCATOR_DEFAULT for name in ALLOCATOR_VARIABLES})
     return result
+
+
+def wants_expandable_segments() -> bool:
+    """Whether torch, imported with this process's environment, takes expandable segments."""
+    return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in ALLOCATOR_VARIABLES)
 
 
 def check_allocator_env(env: Mapping[str, str]) -> None:

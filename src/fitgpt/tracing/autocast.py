@@ -61,7 +61,7 @@ def overload(name: str) -> Any:
 class Autocast:
     """The kernels, while installed, and the cache of half-precision weights.
 
-    `on_cast` is called with every cast that goes into the cache.
+    `on_cast` is called with every cast of a parameter.
     """
 
     def __init__(self, version: str, on_cast: Callable[[Tensor], None]) -> None:
@@ -149,7 +149,10 @@ class Autocast:
         cacheable = (dtype == torch.get_autocast_dtype("cuda") and given.dtype == torch.float32 and given.requires_grad
                      and given.is_leaf and not given._is_view() and torch.is_autocast_cache_enabled())
         if not cacheable:
-            return given.to(dtype)
+            cast = given.to(dtype)
+            if isinstance(given, torch.nn.Parameter):  # frozen, or of a module that is evaluated
+                self._on_cast(cast)
+            return cast
         if given._cdata not in self._cache:
             cast = given.to(dtype)
             self._on_cast(cast)

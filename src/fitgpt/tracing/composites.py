@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..memory.platform import MAX_FLASH_HEAD, Platform
+from .device import TracedGpu
+from .errors import Untraceable
 from .kernels import partial_sums
 
 ops = torch.ops.aten
@@ -29,6 +31,7 @@ def install(platform: Platform) -> Any:
     attention = AttentionSteering(platform)
     library.impl("dropout", dropout, "AutogradMeta")
     library.impl("linear", linear, "AutogradMeta")
+    library.impl("one_hot", one_hot, "AutogradMeta")
     library.impl("softmax.int", partial(softmax, ops._softmax, ops.softmax.int), "AutogradMeta")
     library.impl("log_softmax.int", partial(softmax, ops._log_softmax, ops.log_softmax.int), "AutogradMeta")
     library.impl("rms_norm", partial(rms_norm, platform), "AutogradMeta")
@@ -51,6 +54,19 @@ def linear(source: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if bias is None or source.dim() == 2 or source.is_contiguous():
         return ops.linear.default.decompose(source, weight, bias)  # type: ignore[no-any-return]
     return torch.matmul(source, weight.t()).add_(bias)
+
+
+def one_hot(classes: Tensor, num_classes: int = -1) -> Tensor:
+    """one_hot() in ATen/native/Onehot.cpp, which compares with every class on `meta`."""
+    if num_classes == -1:
+        known = TracedGpu.active.values.evaluate(ops.max.default, (classes,), {}, assume=False) if TracedGpu.active \
+            else None
+        if known is None:
+            raise Untraceable("one_hot() takes the number of classes from values, which a trace does not have.",
+                              "Pass num_classes.")
+        num_classes = int(known) + 1
+    result = torch.zeros((*classes.shape, num_classes), dtype=classes.dtype, device=classes.device)
+    return result.scatter_(-1, classes.unsqueeze(-1), 1)
 
 
 def softmax(kernel: Any, composite: Any, source: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -31,7 +31,7 @@ from .autocast import Autocast
 from .errors import Untraceable
 from .kernels import KERNELS, Call
 from .recorder import BACKWARD, EVALUATION, FORWARD, LOAD, OPTIMIZER, Recorder, TracedTensor
-from .values import Values, is_stand_in, tensors_in
+from .values import NESTED, Values, is_stand_in, tensors_in
 
 UNKNOWN_CONVOLUTIONS = ("cuDNN chooses the kernels of convolutions on the GPU: their workspaces, up to a few percent "
                         "of the memory, are estimated.")
@@ -55,6 +55,7 @@ MIXES_DEVICES = {
     ops.copy_.default, ops.copy.default, ops._to_copy.default, ops.index.Tensor, ops.index_put.default,
     ops.index_put_.default, ops._index_put_impl_.default, ops._pack_padded_sequence.default, ops._ctc_loss.Tensor,
     ops._ctc_loss_backward.Tensor, ops._pack_padded_sequence_backward.default, ops._pad_packed_sequence.default,
+    ops.log_sigmoid_backward.default,  # its buffer, which CUDA's kernel has not
     *SETS_STORAGE,
 }
 # Operations without a shape function in torch, and the argument that their result is like.
@@ -244,6 +245,9 @@ class TracedGpu(TorchDispatchMode):
             written = _written(func, args, kwargs)
             if written:
                 return written[0] if func._schema.returns else None
+            if func not in MIXES_DEVICES:
+                args = _without_storage(tuple(args))
+                kwargs = {name: _without_storage(each) for name, each in kwargs.items()}
         result = func(*args, **kwargs)
         for each in tensors_in((result,)):
             if is_stand_in(each):
@@ -300,7 +304,7 @@ class TracedGpu(TorchDispatchMode):
         if func in SOFTMAX and results[0].dim() > 2 and results[0].shape[-1] != self.recorder.vocabulary:
             self.recorder.has_scores(tuple(results[0].shape))
         if func is ops._log_softmax.default:
-            self.recorder.has_loss_over(results[0].shape[-1])
+            self.recorder.has_loss_over(results[0].shape[args[1]] if results[0].dim() else 0)
         if "_scaled_dot_product" in name:
             owner = "attention"
         call = Call(func, args, kwargs, results, self.platform, self.recorder, self._workspaces, thread, owner,
@@ -469,12 +473,12 @@ class TracedGpu(TorchDispatchMode):
 
     def _find_phase(self, func: Any, given: list[Tensor], here: list[Tensor]) -> None:
         recorder, sequence = self.recorder, torch._C._autograd._get_sequence_nr()
-        if torch._C._current_graph_task_id() != -1:
+        if self.in_optimizer:  # before the next question: an optimizer may step in a hook of the backward pass
+            recorder.enter(OPTIMIZER)
+        elif torch._C._current_graph_task_id() != -1:
             recorder.enter(BACKWARD)
             node = torch._C._current_autograd_node()
             recorder.origin = self._origins.get(node._sequence_nr(), "") if node is not None else ""
-        elif self.in_optimizer:
-            recorder.enter(OPTIMIZER)
         elif recorder.modules:
             recorder.enter(EVALUATION if recorder.evaluates else FORWARD)
             self._origins[sequence - 1] = recorder.modules[-1]  # of the node that autograd has just made
@@ -537,6 +541,14 @@ def _is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def _without_storage(given: Any) -> Any:
+    """With stand-ins for small tensors of the host, which torch does not mix with those that have no storage."""
+    if isinstance(given, Tensor):
+        real = given.dim() and not is_stand_in(given)
+        return _empty_strided(given.shape, given.stride(), dtype=given.dtype, device=META) if real else given
+    return list(map(_without_storage, given)) if isinstance(given, NESTED) else given
 
 
 def _aliases(tensor: Tensor, args: Any) -> bool:

@@ -25,6 +25,7 @@ LEAST_WEIGHT_SCRATCH = 16 * MiB  # of a convolution's weight gradient, which is 
 FEW_ROWS = 32  # of an embedding whose gradients are not summed in parts: recorded with 2 and 32 rows, not with 514
 WORKSPACES: dict[str, Callable[[Platform], int]] = {
     "cublas workspace": lambda platform: platform.workspace, "cublaslt workspace": lambda _: scratch.CUBLASLT}
+NOT_REDUCED, MEAN = 0, 1  # at::Reduction
 MANY_ROWS = 64 * 1024  # of a layer norm, from which on its backward pass sums in two steps
 
 
@@ -167,6 +168,57 @@ def reduction_scratch(source: Tensor, dims: list[int], platform: Platform, accum
     if split <= 1:
         return []
     return [accumulator * outputs * split * (1 if on_fastest else block_width * vector), 4 * grid]
+
+
+def logsumexp(call: Call) -> None:
+    """exp(x − max) is as large as x: logsumexp_out_impl() in ReduceOps.cpp."""
+    source, rows = call.args[0], call.results[0].nbytes
+    call.scratch(rows)
+    call.free(call.scratch(call.results[0].numel()), call.scratch(rows))  # abs() == inf
+    call.scratch(source.nbytes)
+    reduction(call)
+
+
+def mean_of(call: Call, losses: Tensor) -> None:
+    """Of all losses, or their sum: the result, and the scratch memory of its reduction."""
+    call.output(0)
+    for nbytes in reduction_scratch(losses, list(range(losses.dim())), call.platform):
+        call.scratch(nbytes)
+
+
+def mse_loss(call: Call) -> None:
+    """The result, then a loss per element: TORCH_IMPL_FUNC(mse_loss_out) in BinaryOps.cpp, also smooth_l1_loss_out."""
+    if call.argument(2, "reduction", MEAN) != NOT_REDUCED:
+        call.output(0)
+        call.scratch(call.args[0].nbytes)
+        mean_of(call, call.args[0])
+
+
+def huber_loss(call: Call) -> None:
+    """A loss per element, then the result: huber_loss() in Loss.cpp."""
+    if call.argument(2, "reduction", MEAN) != NOT_REDUCED:
+        call.scratch(call.args[0].nbytes)
+        mean_of(call, call.args[0])
+
+
+def binary_cross_entropy(call: Call) -> None:
+    """The mean is written into the memory of the losses, which stays: binary_cross_entropy_out_cuda() in Loss.cu."""
+    if call.argument(3, "reduction", MEAN) != NOT_REDUCED:
+        call.results[0].untyped_storage().resize_(call.args[0].nbytes)
+        mean_of(call, call.args[0])
+
+
+def binary_cross_entropy_with_logits(call: Call) -> None:
+    """log_sigmoid(x), and a loss per element: binary_cross_entropy_with_logits() in Loss.cpp."""
+    call.scratch(call.args[0].nbytes)
+    if call.argument(4, "reduction", MEAN) != NOT_REDUCED:
+        call.scratch(call.args[0].nbytes)
+        mean_of(call, call.args[0])
+
+
+def multinomial(call: Call) -> None:
+    """Divides by as many exponential random numbers: multinomial() in Distributions.cpp."""
+    call.scratch(call.args[0].nbytes)
 
 
 def cumulative(call: Call) -> None:
@@ -445,6 +497,13 @@ KERNELS: dict[Any, Callable[[Call], None]] = {
     ops.norm.ScalarOpt_dim: reduction,
     ops.norm.ScalarOpt_dtype: reduction,
     ops.norm.ScalarOpt_dim_dtype: reduction,
+    ops.logsumexp.default: logsumexp,
+    ops.mse_loss.default: mse_loss,
+    ops.smooth_l1_loss.default: mse_loss,
+    ops.huber_loss.default: huber_loss,
+    ops.binary_cross_entropy.default: binary_cross_entropy,
+    ops.binary_cross_entropy_with_logits.default: binary_cross_entropy_with_logits,
+    ops.multinomial.default: multinomial,
     ops.cumsum.default: cumulative,
     ops.cumprod.default: cumulative,
     ops._safe_softmax.default: safe_softmax,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,12 @@ UNKNOWN_RNNS = "On a GPU, cuDNN runs recurrent layers (LSTM, GRU) in kernels of 
 
 class StepsDone(BaseException):
     """Stops a program that has taken the wanted number of optimizer steps. Not an Exception: programs catch those."""
+
+
+def elements(parameter: Tensor) -> int:
+    """Of bitsandbytes' 4-bit weights: as many as before they were packed."""
+    packed = getattr(parameter, "quant_state", None)
+    return parameter.numel() if packed is None else prod(packed.shape)
 
 
 class ModuleCalls:
@@ -72,7 +79,7 @@ class ModuleCalls:
                 if isinstance(each, nn.RNNBase):
                     self.recorder.notes[UNKNOWN_RNNS] = None
             self._parameters.update({each: name for name, each in module.named_parameters()})
-            self.recorder.params = max(self.recorder.params, sum(each.numel() for each in module.parameters()))
+            self.recorder.params = max(self.recorder.params, sum(map(elements, module.parameters())))
             for name, each in (*module.named_parameters(), *module.named_buffers()):
                 self._own(each, "weights", name)
 
@@ -97,7 +104,7 @@ class ModuleCalls:
             self._own(each, "weights", name)
             if each.grad is not None:
                 self._own(each.grad, "gradients", name)
-        self._trained |= {id(each): each.numel() for each in params}
+        self._trained |= {id(each): elements(each) for each in params}
         self.recorder.params = max(self.recorder.params, sum(self._trained.values()))
 
     def after_step(self, optimizer: Any, *_: Any) -> None:

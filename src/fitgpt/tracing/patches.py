@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..hardware.gpus import GpuModel
-from ..memory.platform import Platform
+from ..planning.budget import Target
 from . import bitsandbytes
 from .device import CARD, HOST, META, TracedGpu, _inside, device_of, first_gpu, made_up
 from .errors import PROCESSES, Untraceable
 from .monkeypatch import Patches
-from .recorder import source_line
+from .recorder import Recorder, source_line
 from .values import is_stand_in
 
 real_device = torch.device
+real_data: Any = torch._C.TensorBase.data
 NO_FAST_PATH = "nn.TransformerEncoder is evaluated in the kernels of training: on a GPU it may need less memory."
 
 
@@ -65,8 +65,7 @@ CUDA_TYPES = {"Float": torch.float32, "Half": torch.float16, "BFloat16": torch.b
               "Bool": torch.bool}
 
 
-def install(patches: Patches, device: TracedGpu, platform: Platform, card: GpuModel | None, memory: int) -> None:
-    """`memory`: what the GPU offers, in bytes."""
+def install(patches: Patches, device: TracedGpu, target: Target) -> None:
     _tensors(patches)
     _texts(patches, device)
     _types(patches)
@@ -77,7 +76,7 @@ def install(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMo
     _modules(patches)
     _threads_and_processes(patches, device)
     _profiler(patches)
-    _cuda(patches, device, platform, card, memory)
+    _cuda(patches, device, target)
     bitsandbytes.install(patches, device)
 
 
@@ -116,6 +115,7 @@ def _tensors(patches: Patches) -> None:
     patches.set(Tensor, "is_meta", property(lambda tensor: tensor.device.type == "meta"))
     patches.set(Tensor, "is_cpu", property(lambda tensor: tensor.device.type == "cpu"))
     patches.set(Tensor, "get_device", lambda tensor: 0 if device_of(tensor).type == "cuda" else -1)
+    patches.set(Tensor, "data", property(real_data.__get__, set_data))
     patches.set(Tensor, "pin_memory", lambda tensor, device=None: tensor)
     patches.set(Tensor, "is_pinned", lambda tensor, device=None: device_of(tensor).type == "cpu")
     patches.set(Tensor, "record_stream", lambda tensor, stream: None)
@@ -183,6 +183,17 @@ def _tensors(patches: Patches) -> None:
     patches.set(Tensor, "cuda", lambda tensor, device=None, non_blocking=False, memory_format=torch.preserve_format:
                 to(tensor, CARD, non_blocking=non_blocking))
     patches.set(Tensor, "cpu", lambda tensor, memory_format=torch.preserve_format: to(tensor, HOST))
+
+
+def set_data(tensor: Tensor, data: Tensor) -> None:
+    """tensor.data = data: torch refuses if only one of them has storage."""
+    if is_stand_in(tensor) == is_stand_in(data):
+        real_data.__set__(tensor, data)
+    else:
+        made = data.detach()
+        if isinstance(tensor, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, made)
 
 
 def _texts(patches: Patches, device: TracedGpu) -> None:
@@ -275,6 +286,13 @@ class _Upload(torch.autograd.Function):
 _upload: Callable[..., Tensor]
 
 
+def numbers_on_host(data: Any) -> Any:
+    """[a loss on the GPU, …] → numbers of the host. torch.tensor reads lists in C++, where no mode sees it."""
+    if isinstance(data, Tensor):
+        return data.cpu() if is_stand_in(data) else data
+    return list(map(numbers_on_host, data)) if isinstance(data, list | tuple) else data
+
+
 def _constructors(patches: Patches) -> None:
     """torch.tensor and its relatives build on the host and copy in C++, where a driver would be needed."""
     from torch.utils._device import DeviceContext, _device_constructors
@@ -287,6 +305,8 @@ def _constructors(patches: Patches) -> None:
             device = kwargs.pop("device", None)
             if isinstance(data, Tensor) and device is None:
                 return original(data, *args, **kwargs)  # type: ignore[no-any-return]
+            if not isinstance(data, Tensor):
+                data = numbers_on_host(data)
             if device is None:
                 device = default_device()
             if is_cuda(device):
@@ -490,8 +510,9 @@ class NoStream:
         return None
 
 
-def _cuda(patches: Patches, device: TracedGpu, platform: Platform, card: GpuModel | None, memory: int) -> None:
-    name = f"NVIDIA {card.name}" if card else "GPU"
+def _cuda(patches: Patches, device: TracedGpu, target: Target) -> None:
+    platform, memory = target.platform, target.budget.usable
+    name = f"NVIDIA {target.card.name}" if target.card else "GPU"
     properties = SimpleNamespace(
         name=name, major=platform.capability[0], minor=platform.capability[1], total_memory=memory,
         multi_processor_count=platform.sms, max_threads_per_multi_processor=platform.threads, warp_size=32,
@@ -504,11 +525,19 @@ def _cuda(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMode
         return device.recorder.allocated
 
     def peak(*_: Any, **__: Any) -> int:
-        """Also for reserved memory, which is known only when the tape is replayed, and is at least this."""
         return device.recorder.peak
 
+    def reserved(*_: Any, **__: Any) -> int:
+        return device.recorder.reserved()[0]
+
+    def peak_reserved(*_: Any, **__: Any) -> int:
+        return device.recorder.reserved()[1]
+
+    def free(*_: Any) -> tuple[int, int]:
+        return max(target.budget.reserve_limit - reserved(), 0), memory
+
     def reset_peak(*_: Any, **__: Any) -> None:
-        device.recorder.peak = device.recorder.allocated
+        device.recorder.reset_peak()
 
     cuda = torch.cuda
     answers: dict[str, Any] = {
@@ -523,12 +552,12 @@ def _cuda(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMode
         "empty_cache": device.recorder.empty_cache,
         "current_stream": NoStream, "default_stream": NoStream, "stream": NoStream,
         "set_stream": lambda *_: None, "Stream": NoStream, "Event": NoStream, "ExternalStream": NoStream,
-        "memory_allocated": allocated, "max_memory_allocated": peak, "memory_reserved": peak,
-        "max_memory_reserved": peak, "memory_cached": peak, "max_memory_cached": peak,
-        "mem_get_info": lambda *_: (max(memory - allocated(), 0), memory),
+        "memory_allocated": allocated, "max_memory_allocated": peak, "memory_reserved": reserved,
+        "max_memory_reserved": peak_reserved, "memory_cached": reserved, "max_memory_cached": peak_reserved,
+        "mem_get_info": free,
         "reset_peak_memory_stats": reset_peak, "reset_max_memory_allocated": reset_peak,
-        "reset_max_memory_cached": lambda *_: None, "reset_accumulated_memory_stats": lambda *_: None,
-        "memory_stats": lambda *_, **__: _Statistics(allocated(), peak()), "memory_summary": lambda *_, **__: "",
+        "reset_max_memory_cached": reset_peak, "reset_accumulated_memory_stats": lambda *_: None,
+        "memory_stats": lambda *_, **__: _Statistics(device.recorder), "memory_summary": lambda *_, **__: "",
         "memory_snapshot": lambda *_, **__: [],
         "set_per_process_memory_fraction": lambda *_: None, "manual_seed": lambda *_: None,
         "manual_seed_all": lambda *_: None, "seed": lambda: None, "seed_all": lambda: None, "initial_seed": lambda: 0,
@@ -553,9 +582,9 @@ def _cuda(patches: Patches, device: TracedGpu, platform: Platform, card: GpuMode
             "current_accelerator": lambda check_available=False: torch.device("cuda"), "synchronize": lambda *_: None,
             "current_device_idx": lambda: 0, "set_device_index": lambda *_: None, "set_device_idx": lambda *_: None,
             "empty_cache": device.recorder.empty_cache, "memory_allocated": allocated,
-            "max_memory_allocated": peak, "memory_reserved": peak,
-            "max_memory_reserved": peak, "reset_peak_memory_stats": reset_peak,
-            "current_stream": lambda *_: NoStream(), "get_memory_info": lambda *_: (memory - allocated(), memory),
+            "max_memory_allocated": peak, "memory_reserved": reserved,
+            "max_memory_reserved": peak_reserved, "reset_peak_memory_stats": reset_peak,
+            "current_stream": lambda *_: NoStream(), "get_memory_info": free,
         }.items():
             if hasattr(accelerator, attribute):
                 patches.set(accelerator, attribute, answer)
@@ -585,9 +614,12 @@ def _no_fast_path(device: TracedGpu) -> bool:
 class _Statistics(dict[str, int]):
     """torch.cuda.memory_stats(): bytes, in the blocks of all sizes; everything else is 0."""
 
-    def __init__(self, allocated: int, peak: int) -> None:
-        super().__init__({f"{what}_bytes.all.{when}": nbytes for what in ("allocated", "active", "reserved")
-                          for when, nbytes in (("current", allocated), ("peak", peak))})
+    def __init__(self, recorder: Recorder) -> None:
+        allocated = recorder.allocated, recorder.peak
+        super().__init__({f"{what}_bytes.all.{when}": nbytes
+                          for what, figures in (("allocated", allocated), ("active", allocated),
+                                                ("reserved", recorder.reserved()))
+                          for when, nbytes in zip(("current", "peak"), figures, strict=True)})
 
     def __missing__(self, key: str) -> int:
         return 0

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple
 
 from ..core.units import MiB, show_bytes
@@ -186,7 +187,7 @@ def plan_trace(trace: Trace, target: Target, allocator: str = "") -> TracedPlan:
                  else "a range from the eager trace",
                  "allocator": EXPANDABLE if expandable else NATIVE}, host_bytes=0)
     of_compiler = [PLANNED_NOTE if trace.planned else UNPLANNED_NOTE] if trace.compiled else []
-    notes = (*target.notes, *of_compiler, *notes_on(trace, platform))
+    notes = (*target.notes, *of_compiler, *notes_on(trace, platform), *notes_on_batches(trace))
     return TracedPlan(forecast, target.budget, traced, target, timeline, notes)
 
 
@@ -212,6 +213,25 @@ def notes_on(trace: Trace, platform: Platform) -> list[str]:
         return [f"Traced for compute capability {major}.{minor}; workspaces of cuBLAS are those of this GPU."]
     return [f"Traced for compute capability {major}.{minor}, whose attention kernel for {' and '.join(differ)} is "
             "another than this GPU's. Trace again with this --gpu for its own."]
+
+
+def notes_on_batches(trace: Trace) -> list[str]:
+    """Whether batches of different steps differ in size. Steps that read other numbers of tensors are not compared."""
+    found: dict[int, set[tuple[tuple[int, ...], ...]]] = {}
+    allocated, start = 0, 0
+    for end in trace.steps:
+        count = trace.events[start:end].count(0)
+        shapes = tuple(kind.shape for kind in trace.tensors[allocated:allocated + count] if kind.owner == "data")
+        found.setdefault(len(shapes), set()).add(shapes)
+        allocated, start = allocated + count, end
+    differ = [each for group in found.values() if len(group) > 1 for each in zip(*group, strict=True)
+              if len(set(each)) > 1]
+    if not differ:
+        return []
+    least, *_, most = sorted(max(differ, key=lambda shapes: max(map(prod, shapes))), key=prod)
+    text = " to ".join(" × ".join(f"{side:,}" for side in shape) for shape in (least, most))
+    return [f"Batches differ in size: {text} were traced. A larger one needs more memory, and another order of them "
+            "may reserve more. Trace the script with all padded to the longest for a figure that holds."]
 
 
 def with_phases(tape: Tape, phases: tuple[tuple[str, int], ...], steps: tuple[int, ...]) -> Tape:

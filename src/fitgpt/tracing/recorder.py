@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from math import prod
 from types import FrameType
 
+from ..hardware.allocator_env import wants_expandable_segments
 from ..memory.tape import EMPTY_CACHE, Event, Span, Tape
+from ..memory.timeline import replay
 
 LOAD, FORWARD, BACKWARD, OPTIMIZER, EVALUATION = "load", "forward", "backward", "optimizer", "eval"
 PACKAGE = os.path.dirname(os.path.abspath(__file__))
@@ -53,6 +55,7 @@ class Recorder:
     notes: dict[str, None] = field(default_factory=dict) # what the trace cannot know, one sentence each, in order
     allocated: int = 0                                   # bytes alive, as the allocator rounds them
     peak: int = 0                                        # the most of them, since the script last reset it
+    peak_from: int = 0                                   # the number of events at that time
     events: list[tuple[bool, TracedTensor | None]] = field(default_factory=list)
     phases: list[tuple[str, int]] = field(default_factory=lambda: [(LOAD, 0)])  # and the event each begins with
     params: int = 0          # of the model
@@ -95,6 +98,15 @@ class Recorder:
 
     def empty_cache(self) -> None:
         self.events.append((False, None))
+
+    def reset_peak(self) -> None:
+        self.peak, self.peak_from = self.allocated, self.length
+
+    def reserved(self) -> tuple[int, int]:
+        """Bytes reserved: now, and the most since the script last reset it."""
+        segments = [(-1, 0), *replay(self.tape(), expandable=wants_expandable_segments()).segments]
+        before = max(number for number, (event, _) in enumerate(segments) if event < max(self.peak_from, 1))
+        return segments[-1][1], max(nbytes for _, nbytes in segments[before:])
 
     @property
     def length(self) -> int:

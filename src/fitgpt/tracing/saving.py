@@ -14,12 +14,17 @@ from .errors import Untraceable
 from .monkeypatch import Patches
 
 
+def loads_unwritten(file: str) -> tuple[str, str]:
+    return (f"the script loads {file}, which it saved before, and a trace saves nothing.",
+            "Trace it without that part, or let it stop before: --steps 1.")
+
+
 @contextmanager
-def saving_nothing() -> Iterator[None]:
+def saving_nothing() -> Iterator[set[str]]:
     """torch.save and safetensors, which save_pretrained uses, write nothing. Other files are the script's own.
 
     Programs save to a temporary name and rename it, copy the best checkpoint, delete old ones, print sizes: that works
-    for files that were never written, too. Loading one does not.
+    for files that were never written, too. Loading one does not. The set gets the paths of these files.
     """
     unwritten, patches = set[str](), Patches()
 
@@ -41,8 +46,7 @@ def saving_nothing() -> Iterator[None]:
         return to
 
     def load(file: Any, *_: Any) -> None:
-        raise Untraceable(f"the script loads {file}, which it saved before, and a trace saves nothing.",
-                          "Trace it without that part, or let it stop before: --steps 1.")
+        raise Untraceable(*loads_unwritten(str(file)))
 
     patches.set(torch, "save", save)
     unless_unwritten(torch, "load", load)
@@ -59,6 +63,6 @@ def saving_nothing() -> Iterator[None]:
         unless_unwritten(os, name, lambda file, *_: unwritten.discard(os.path.abspath(file)))
     unless_unwritten(os.path, "getsize", lambda *_: 0)
     try:
-        yield
+        yield unwritten
     finally:
         patches.undo()

@@ -27,10 +27,12 @@ from .trace_file import Trace, from_json, to_json, trace_of
 UNTRACEABLE, FAILED, USAGE = "untraceable", "failed", "usage"  # kinds of error
 WORKAROUND = "Trace the script without that part."
 ONE_PROCESS = "Trace the script as one process without torch.distributed: many do that where RANK is not set."
-# Errors of torch where it looks for CUDA and the trace has no answer, by a part of their text.
+# Errors of torch where it looks for CUDA, or finds tensors without storage, and the trace has no answer: by a part of
+# their text.
 NEEDS_CUDA = ("not compiled with CUDA", "dummy base class", "NCCL built in", "CUDA build", "no NVIDIA driver",
               "CUDA GPUs are available", "accelerator device when none", "has no attribute '_cuda", "CUDA_HOME",
-              "must be a CUDA tensor", "CUDA error", "CUDA driver", "active drivers", "No module named 'triton")
+              "must be a CUDA tensor", "CUDA error", "CUDA driver", "active drivers", "No module named 'triton",
+              "meta tensors", "tensors on meta", "device meta", "incompatible tensor type")
 OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 NO_VALUES = "Values are not computed: losses and other numbers that the script printed are made up."
 NOTHING = ("{script} allocated no GPU memory: it ran to its end without a tensor on `cuda`.",
@@ -88,7 +90,7 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
     from .errors import PROCESSES, Untraceable
     from .modules import StepsDone
     from .recorder import Recorder
-    from .saving import saving_nothing
+    from .saving import loads_unwritten, saving_nothing
     from .trace import recording
 
     target = target_for(gpu, "auto", others=others, budget=budget, torch=version or torch.__version__)
@@ -97,7 +99,7 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
     sys.argv = [script, *command[2 if module else 1:]]
     sys.path.insert(0, os.getcwd() if module else str(Path(script).resolve().parent))
     try:
-        with redirect_stdout(sys.stderr), recording(recorder, target, steps), saving_nothing():
+        with redirect_stdout(sys.stderr), recording(recorder, target, steps), saving_nothing() as unwritten:
             if module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
@@ -116,6 +118,9 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
         for each in causes(error):
             if isinstance(each, Untraceable):
                 raise CannotTrace(f"{place(each.__traceback__)}: {each.what}", each.fix) from None
+        if missing := [each for each in unwritten if isinstance(error, OSError) and Path(each).name in str(error)]:
+            what, fix = loads_unwritten(os.path.relpath(missing[0]))
+            raise CannotTrace(f"{place(error.__traceback__)}: {what}", fix) from None
         if is_ours(error):
             raise CannotTrace(f"{place(error.__traceback__)}: a trace cannot do this without a GPU: "
                               f"{type(error).__name__}: {error}",

@@ -44,7 +44,7 @@ def recording(recorder: Recorder, target: Target, stop_after: int | None = None)
     library = composites.install(target.platform)
     device.autocast.install()
     try:
-        patches.install(replaced, device, target.platform, target.card, target.budget.usable)
+        patches.install(replaced, device, target)
         calls.install(replaced)
         hooks += [register_optimizer_step_pre_hook(calls.before_step),
                   register_optimizer_step_post_hook(calls.after_step)]

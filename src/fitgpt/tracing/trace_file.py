@@ -6,7 +6,6 @@ repeats its steps, so there are few kinds, and a file has a few hundred kilobyte
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +15,7 @@ from typing import NamedTuple
 from ..core.errors import UsageError
 from ..core.files import is_own_json, read_limited, seal_json, unseal_json
 from ..core.units import MiB
-from ..hardware.allocator_env import ALLOCATOR_VARIABLES
+from ..hardware.allocator_env import wants_expandable_segments
 from ..memory.platform import Platform
 from ..memory.tape import EMPTY_CACHE, Event, Span, Tape
 from .recorder import Recorder
@@ -120,12 +119,11 @@ def trace_of(recorder: Recorder, command: tuple[str, ...], platform: Platform, t
     if recorder.unplanned:
         recorder.notes[f"torch.compile, whose compiler ended with {recorder.unplanned}"] = None
     phases = [(name, position[start]) for name, start in recorder.phases] or [("load", 0)]
-    values = [os.environ.get(name, "").lower() for name in ALLOCATOR_VARIABLES]
     kinds = (Kind(tensor.nbytes, tensor.owner, tensor.op, tensor.module, tensor.source, tensor.dtype,
                   tuple(tensor.shape)) for tensor in recorder.tensors if tensor.nbytes)
     return Trace(command, tuple(kinds), tuple(events), tuple(phases), tuple(position[step] for step in recorder.steps),
                  recorder.params, platform.capability, platform.sms, torch,
-                 any("expandable_segments:true" in each for each in values), recorder.compiled,
+                 wants_expandable_segments(), recorder.compiled,
                  recorder.compiled and not recorder.unplanned, tuple(recorder.notes))
 
 

@@ -45,7 +45,7 @@ class Values:
         self._know(tensor, values, False)
 
     def _know(self, tensor: Tensor, values: Tensor, assumed: bool) -> None:
-        if not _few(tensor):
+        if not _few(tensor) or not tensor.untyped_storage().nbytes():  # nothing tells when an empty storage is freed
             return
         if assumed:
             self._assumed.add(tensor.untyped_storage()._cdata)

@@ -153,6 +153,10 @@ def test_a_saved_trace_is_planned_for_another_gpu_and_other_processes(
     assert "half the batch size: needs" in out
     assert main(["trace", "--all-cards", saved]) == 0
     assert "RTX 4070" in capsys.readouterr().out
+    assert main(["trace", saved, "--gpu", "3060", "--allocator", "native"]) == 0  # no script: the options are ours
+    assert "RTX 3060" in capsys.readouterr().out
+    assert main(["trace", "--gpu", "3060", saved, "--lr", "1"]) == 2
+    assert "--lr is not an option of `fitgpt trace`" in capsys.readouterr().err
 
 
 def test_explain_names_the_tensor_of_a_message(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,6 +169,18 @@ def test_explain_names_the_tensor_of_a_message(saved: str, capsys: pytest.Captur
     assert "allocated at model.py:7" in out
     assert main(["explain", saved, "--gpu", "4070"]) == 0
     assert "The run fits" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("given", [["--gpu", "4070"], ["--gpu=4070"]])
+def test_our_options_after_the_script_are_named_where_they_are_missing(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("", encoding="utf-8")
+    assert main(["trace", str(script), *given, "--lr", "1"]) == 2
+    err = capsys.readouterr().err
+    assert f"--gpu stands after {script}" in err
+    assert f"fitgpt trace {' '.join(given)} {script} --lr 1" in err
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from ..config.command_options import TraceOptions
 from ..core.errors import UsageError
 from ..core.files import check_overwrite, is_own_page, write_over
 from ..core.units import optional_bytes
-from ..planning.budget import target_for
+from ..planning.budget import Target, target_for
 from ..planning.forecast import one_step
 from ..show import plan_text as show
 from ..show.terminal import can_redraw, columns, paragraph
@@ -33,8 +33,7 @@ def trace(options: TraceOptions) -> int:
     if options.all_cards and (options.gpu or options.budget or timeline):
         raise UsageError("--all-cards plans for every GPU, and --gpu, --budget and --timeline for one.", "--all-cards")
     allocator = "" if options.allocator == "auto" else options.allocator
-    target = None if options.all_cards else target_for(options.gpu, "auto", others=options.others,
-                                                       budget=options.budget)
+    target = None if options.all_cards else _target(options)
     traced = _trace_of(options)
     notes = sys.stderr if options.json else sys.stdout
     if target is None:
@@ -52,6 +51,21 @@ def trace(options: TraceOptions) -> int:
     if save:  # last: a trace may be too large for a file
         print(f"The trace is saved in {write_over(save, to_save(traced))}.", file=notes)
     return 0 if fits else 1
+
+
+def _target(options: TraceOptions) -> Target:
+    try:
+        return target_for(options.gpu, "auto", others=options.others, budget=options.budget)
+    except UsageError:
+        script = list(options.script)
+        for number, each in enumerate(script):
+            name, equals, _ = each.partition("=")
+            if name in ("--gpu", "--budget") and not options.gpu and not options.budget:
+                end = number + (1 if equals else 2)
+                raise UsageError(
+                    f"{name} stands after {script[0]}, so it is the script's. Options of fitgpt come before the script.",
+                    shlex.join(["fitgpt", "trace", *script[number:end], *script[:number], *script[end:]])) from None
+        raise
 
 
 def _trace_of(options: TraceOptions) -> Trace:

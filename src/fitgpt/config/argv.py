@@ -61,11 +61,16 @@ def walk(argv: Sequence[str], cls: type[Options], *, config_files: bool = True, 
 
 
 def script_start(argv: Sequence[str], cls: type[Options]) -> int:
-    """Where the command line of a script begins: the first argument that is neither an option nor its value, or -m."""
+    """Where the command line of a script begins: the first argument that is neither an option nor its value, or -m.
+
+    A saved trace (NAME.json) is no script: options that follow it are ours.
+    """
     specs, takes_value = option_specs(cls), False
     for number, token in enumerate(argv):
         if takes_value:
             takes_value = False
+        elif token.endswith(".json"):
+            break
         elif token in ("-m", "--") or not token.startswith("-"):
             return number + (token == "--")
         else:

@@ -79,6 +79,12 @@ def test_the_plan_has_phases_steps_owners_and_the_largest_tensors() -> None:
     assert plan.tensors[0].source == "train.py:9"
 
 
+def test_the_chart_shows_the_forward_pass_of_the_step_with_the_highest_peak() -> None:
+    chart = plan_trace(small_trace(), target_for("h200", "auto")).one_step()
+    assert chart.marks == ((4, "backward"),)
+    assert [sum(point) // MiB for point in chart.points] == [1532, 1832, 2132, 2432, 2132, 1832, 1532, 1232]
+
+
 def test_the_allocator_can_be_chosen() -> None:
     target = target_for("h200", "auto")
     for allocator, name in (("", "native"), ("expandable", "expandable segments")):
@@ -153,8 +159,10 @@ def test_a_saved_trace_is_planned_for_another_gpu_and_other_processes(
     assert "half the batch size: needs" in out
     assert main(["trace", "--all-cards", saved]) == 0
     assert "RTX 4070" in capsys.readouterr().out
-    assert main(["trace", saved, "--gpu", "3060", "--allocator", "native"]) == 0  # no script: the options are ours
+    page = Path(saved).with_name("step.html")
+    assert main(["trace", saved, "--gpu", "3060", "--timeline", str(page)]) == 0  # no script: the options are ours
     assert "RTX 3060" in capsys.readouterr().out
+    assert "<h1>train.py --lr 1, 104.86M parameters: one step</h1>" in page.read_text(encoding="utf-8")
     assert main(["trace", "--gpu", "3060", saved, "--lr", "1"]) == 2
     assert "--lr is not an option of `fitgpt trace`" in capsys.readouterr().err
 

@@ -41,7 +41,9 @@ def plan(assignments: Sequence[Assignment]) -> int:
         print(show.plan_text(found, columns(), colour=can_redraw() and not os.environ.get("NO_COLOR")), end="")
     if timeline:
         step = one_step(replay_run(found.run, found.target.platform, found.trainer))
-        wrote = write_over(timeline, show.timeline_page(found, step))
+        wrote = write_over(timeline, show.timeline_page(
+            found, step, show.TRAINERS[found.trainer],
+            "A few micro-batches, then the optimizer step; further micro-batches repeat the last."))
         print(f"One step is drawn in {wrote}.", file=sys.stderr if options.json else sys.stdout)
     return 0 if found.fits else 1
 

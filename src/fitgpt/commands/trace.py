@@ -13,7 +13,6 @@ from ..core.errors import UsageError
 from ..core.files import check_overwrite, is_own_page, write_over
 from ..core.units import optional_bytes
 from ..planning.budget import Target, target_for
-from ..planning.forecast import one_step
 from ..show import plan_text as show
 from ..show.terminal import can_redraw, columns, paragraph
 from ..tracing.plan import SCRIPT, plan_trace, verdicts
@@ -46,7 +45,8 @@ def trace(options: TraceOptions) -> int:
         else:
             print(show.traced_text(found, columns(), colour=can_redraw() and not os.environ.get("NO_COLOR")), end="")
         if timeline:
-            wrote = write_over(timeline, show.timeline_page(found, one_step(found.timeline)))
+            wrote = write_over(timeline, show.timeline_page(
+                found, found.one_step(), " ".join(traced.command), "The traced optimizer step with the highest peak."))
             print(f"One step is drawn in {wrote}.", file=notes)
     if save:  # last: a trace may be too large for a file
         print(f"The trace is saved in {write_over(save, to_save(traced))}.", file=notes)
@@ -63,7 +63,7 @@ def _target(options: TraceOptions) -> Target:
             if name in ("--gpu", "--budget") and not options.gpu and not options.budget:
                 end = number + (1 if equals else 2)
                 raise UsageError(
-                    f"{name} stands after {script[0]}, so it is the script's. Options of fitgpt come before the script.",
+                    f"{name} stands after {script[0]}, so it is the script's: options of fitgpt come first.",
                     shlex.join(["fitgpt", "trace", *script[number:end], *script[:number], *script[end:]])) from None
         raise
 

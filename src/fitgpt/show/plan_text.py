@@ -379,15 +379,17 @@ def signed_bytes(nbytes: int) -> str:
 # ---- the page of --timeline
 
 
-def timeline_page(plan: MemoryPlan, timeline: OwnerTimeline) -> str:
-    """One step's memory by owner, zoomable, with the peak and the limit, as a page in one file."""
+def timeline_page(plan: MemoryPlan, timeline: OwnerTimeline, subject: str, note: str) -> str:
+    """One step's memory by owner, zoomable, with the peak and the limit, as a page in one file.
+
+    `subject`: whose step; `note`: what the chart shows.
+    """
     from .charts import escaped, html_page, stacked_chart  # 20 ms that a plan without a page does not need
 
     forecast, budget = plan.forecast, plan.budget
-    title = f"{TRAINERS[forecast.trainer]}, {show_count(forecast.params)} parameters: one step"
+    title = f"{subject}, {show_count(forecast.params)} parameters: one step"
     chart = stacked_chart(timeline, title="Allocated, by owner", limit=budget.reserve_limit,
-                          limit_name="may be reserved",
-                          note="A few micro-batches, then the optimizer step; further micro-batches repeat the last.")
+                          limit_name="may be reserved", note=note)
     summary = escaped(f"{VERDICTS[plan.fits]}: {verdict(plan)}")
     owners = "".join(
         f'<tr><th scope="row">{escaped(share.owner)}</th><td class="figure">{show_bytes(share.nbytes)}</td>'

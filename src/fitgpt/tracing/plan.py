@@ -18,11 +18,12 @@ from ..core.units import MiB, show_bytes
 from ..hardware.allocator_env import USE_EXPANDABLE_SEGMENTS
 from ..memory.platform import EXPANDABLE, NATIVE, Platform
 from ..memory.tape import Span, Tape
-from ..memory.timeline import Timeline, replay
+from ..memory.timeline import OwnerTimeline, Timeline, chart_points, replay
 from ..planning.budget import Target
 from ..planning.forecast import Forecast, OwnerShare, TrackRecord, alive_after, replayed, track_record_of
 from ..planning.plan import GpuVerdict, PrintedPlan, every_gpu
 from ..planning.plan_file import document
+from .recorder import LOAD
 from .trace_file import Kind, Trace
 
 SCRIPT = "script"          # Forecast.trainer
@@ -112,6 +113,19 @@ class TracedPlan(PrintedPlan):
         alive.sort(key=lambda each: -each[0])
         return tuple(LargeTensor(nbytes, kind.owner, kind.describe(), kind.op, kind.module, kind.source)
                      for nbytes, kind in alive[:LARGEST_TENSORS])
+
+    def one_step(self) -> OwnerTimeline:
+        """Points for a chart of the optimizer step with the highest peak, from the end of the step before."""
+        allocated = self.timeline.allocated
+        ends = [end for end in self.trace.steps if end <= len(allocated)] or [len(allocated)]
+        loaded = next((at for name, at in self.trace.phases if name != LOAD), 0)
+        steps = [*zip([loaded, *ends], ends, strict=False)]
+        start, end = max(reversed(steps), key=lambda step: max(allocated[step[0]:step[1]], default=0))
+        marks = dict[str, int]()
+        for name, at in self.trace.phases:
+            if start <= at < end:
+                marks.setdefault(name, at)
+        return chart_points(self.timeline, start, end, [*marks.items()])
 
     @property
     def _highest(self) -> int:

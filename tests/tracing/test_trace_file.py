@@ -195,7 +195,8 @@ def test_our_options_after_the_script_are_named_where_they_are_missing(
 def test_options_of_the_script_are_left_to_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys\nprint(sys.argv[1:])\nraise SystemExit(3)\n", encoding="utf-8")
-    assert main(["trace", "--gpu", "4070", str(script), "--json", "--help"]) == 9
+    save = f"--save={tmp_path / 'my.trace.json'}"
+    assert main(["trace", "--gpu", "4070", save, str(script), "--json", "--help"]) == 9
     captured = capfd.readouterr()
     assert "['--json', '--help']" in captured.err
     assert f"{script} ended with exit code 3." in captured.err

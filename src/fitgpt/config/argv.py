@@ -69,10 +69,8 @@ def script_start(argv: Sequence[str], cls: type[Options]) -> int:
     for number, token in enumerate(argv):
         if takes_value:
             takes_value = False
-        elif token.endswith(".json"):
-            break
         elif token in ("-m", "--") or not token.startswith("-"):
-            return number + (token == "--")
+            return len(argv) if token.endswith(".json") else number + (token == "--")
         else:
             spec = specs.get(token.lstrip("-").replace("-", "_"))
             takes_value = spec is not None and spec.kind not in ("bool", "auto")

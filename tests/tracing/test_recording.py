@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -446,15 +447,72 @@ def test_packed_sequences_have_the_sizes_of_their_lengths() -> None:
             assert out.shape == (2, max(lengths), 8)
 
 
-def test_the_table_of_ctc_loss_is_as_long_as_the_longest_target() -> None:
+@pytest.mark.parametrize("lengths", [[7, 3, 5, 1], torch.tensor([7, 3, 5, 1]), "gpu"], ids=["list", "cpu", "gpu"])
+def test_the_table_of_ctc_loss_is_as_long_as_the_longest_target(lengths: Any) -> None:
     recorder = Recorder()
     with recording(recorder, RTX):
         scores = torch.ones(50, 4, 20, device="cuda", requires_grad=True)
-        lengths = torch.tensor([7, 3, 5, 1]).cuda()
+        given = torch.tensor([7, 3, 5, 1]).cuda() if lengths == "gpu" else lengths
         loss = nn.functional.ctc_loss(scores.log_softmax(-1), torch.ones(4, 9, dtype=torch.int64, device="cuda"),
-                                      torch.full((4,), 50).cuda(), lengths)
+                                      [50] * 4 if isinstance(given, list) else torch.full((4,), 50), given)
         loss.backward()
-    assert [tensor.shape for tensor in recorder.tensors if tensor.op == "aten._ctc_loss.Tensor"] == [(4, 50, 15), (4,)]
+    assert [tensor.shape for tensor in recorder.tensors if tensor.op == "aten._ctc_loss.default" and tensor.shape] == [
+        (4, 50, 15), (4,)]
+    assert scores.grad is not None
+    assert scores.grad.shape == scores.shape
+
+
+def test_operations_in_place_that_change_a_shape_change_it() -> None:
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        tensor, out = torch.ones(2, 3, 5, device="cuda"), torch.empty(0, device="cuda")
+        assert tensor.transpose_(0, 1).unsqueeze_(0).shape == (1, 3, 2, 5)
+        assert torch.mul(tensor, 2, out=out).shape == out.shape == (1, 3, 2, 5)
+        spectrum = torch.stft(torch.ones(4, 1600, device="cuda"), 400, 160, return_complex=True,
+                              window=torch.hann_window(400, device="cuda"))
+        assert spectrum.shape == (4, 201, 11)
+        grown, events = torch.empty(1000, device="cuda"), recorder.length
+        grown.resize_(2000)
+        assert [(alloc, block.nbytes) for alloc, block in recorder.events[events:] if block is not None] == [
+            (True, 8000), (False, 4000)]
+        before = torch.cuda.memory_allocated()
+        del grown
+        assert before - torch.cuda.memory_allocated() == 8192
+
+
+def test_a_model_that_was_called_on_the_host_moves_to_the_gpu() -> None:
+    with recording(Recorder(), RTX):
+        layers = [nn.Linear(4, 4), nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
+                  nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))]
+        model = nn.Sequential(*layers)
+        kept = model(torch.ones(2, 4))
+        optimizer = torch.optim.SGD(model.to("cuda").parameters(), 0.1)
+        model(torch.ones(2, 4, device="cuda")).sum().backward()
+        optimizer.step()
+        assert kept.device.type == "cpu"
+        assert {each.device.type for each in model.parameters()} == {"cuda"}
+        assert all(each.grad is not None and each.grad.is_cuda for each in model.parameters())
+
+
+def test_a_compiled_block_can_be_checkpointed() -> None:
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        block = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to("cuda")
+        block.compile()
+        for _ in range(2):
+            x = torch.ones(8, 64, device="cuda", requires_grad=True)
+            torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).sum().backward()
+    assert recorder.compiled
+    assert not recorder.unplanned
+
+
+def test_numbers_that_are_compared_are_1_and_where_takes_the_known_side() -> None:
+    with recording(Recorder(), RTX):
+        scores, finished = torch.randn(2, 4, device="cuda"), torch.zeros(2, 4, dtype=torch.bool, device="cuda")
+        worst = torch.where(finished, scores.min(dim=1, keepdim=True)[0], -1e9)
+        assert bool((scores[:, :1] > worst).any())        # beam search of transformers goes on
+        assert not bool((scores > scores).any())
+        assert bool((scores >= 1.0).all())
 
 
 def test_a_script_without_an_optimizer_stops_after_as_many_backward_passes() -> None:

@@ -53,13 +53,14 @@ GROUPED_MM = getattr(getattr(ops, "_grouped_mm", None), "default", None)
 # Operations that take tensors of the host, too, besides those of the GPU.
 MIXES_DEVICES = {
     ops.copy_.default, ops.copy.default, ops._to_copy.default, ops.index.Tensor, ops.index_put.default,
-    ops.index_put_.default, ops._index_put_impl_.default, ops._pack_padded_sequence.default, ops._ctc_loss.Tensor,
-    ops._ctc_loss_backward.Tensor, ops._pack_padded_sequence_backward.default, ops._pad_packed_sequence.default,
+    ops.index_put_.default, ops._index_put_impl_.default, ops._pack_padded_sequence.default,
+    ops._ctc_loss.default, ops._ctc_loss_backward.default,
+    ops._pack_padded_sequence_backward.default, ops._pad_packed_sequence.default,
     ops.log_sigmoid_backward.default,  # its buffer, which CUDA's kernel has not
     *SETS_STORAGE,
 }
 # Operations without a shape function in torch, and the argument that their result is like.
-RESULT_IS_LIKE = {ops._sample_dirichlet.default: 0, ops.binomial.default: 0, ops._ctc_loss_backward.Tensor: 1}
+RESULT_IS_LIKE = {ops._sample_dirichlet.default: 0, ops.binomial.default: 0, ops._ctc_loss_backward.default: 1}
 DATA_DEPENDENT = {
     ops.nonzero.default, ops.masked_select.default, ops._unique2.default, ops.unique_dim.default,
     ops.unique_consecutive.default, ops.repeat_interleave.Tensor, ops.bincount.default,
@@ -145,7 +146,8 @@ class TracedGpu(TorchDispatchMode):
         places, references, values, recorder = self._places, self._references, self.values, self.recorder
 
         def freed(_: Any) -> None:
-            del places[key], references[key]
+            place = places.pop(key)
+            del references[key]
             values.forget(key)
             if isinstance(place, TracedTensor):
                 recorder.free(place)
@@ -269,8 +271,8 @@ class TracedGpu(TorchDispatchMode):
             return self._copy(*args, **kwargs)
         if func is ops.embedding.default:  # on CUDA, rows selected by flat indices: ATen's Embedding.cpp
             return self._embedding(*args[:2])
-        if func is ops._ctc_loss.Tensor:
-            return self._ctc_loss(*args[:4])
+        if func is ops._ctc_loss.default:
+            return self._ctc_loss(args[0], max(args[3]))
         if func in DATA_DEPENDENT:
             return self._data_dependent(func, args, kwargs)
         if func is ops.index.Tensor and any(isinstance(each, Tensor) and each.dtype == torch.bool for each in args[1]):
@@ -283,6 +285,8 @@ class TracedGpu(TorchDispatchMode):
             return result
         written = _written(func, args, kwargs)
         if written and all(each.alias_info is not None for each in func._schema.returns):
+            if _reshapes(func, written):
+                self._reshape(func, args, kwargs, written)
             self.values.update(func, args, kwargs, written)
             if func in KERNELS:
                 self._record(func, args, kwargs, [])
@@ -297,6 +301,18 @@ class TracedGpu(TorchDispatchMode):
             self._record(func, args, kwargs, results, owner)
             self.values.compute(func, args, kwargs, results)
         return result
+
+    def _reshape(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> None:
+        """An operation that gives an existing tensor another shape. A storage that grows is allocated again before it
+        is freed: resize_bytes_cuda() in Resize.cpp."""
+        func(*args, **kwargs)
+        for each in written:
+            storage, block = each.untyped_storage(), self.block_of(each)
+            if block is not None and storage.nbytes() > block.nbytes:
+                del self._places[storage._cdata]
+                self.keep(each, block.owner, str(func))
+                self.recorder.free(block)
+            self.keep(each, "", str(func))
 
     def _record(self, func: Any, args: Any, kwargs: Any, results: list[Any], owner: str = "") -> None:
         thread = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
@@ -368,19 +384,18 @@ class TracedGpu(TorchDispatchMode):
             self.recorder.free(flat)
         return result
 
-    def _ctc_loss(self, scores: Tensor, targets: Tensor, _: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of each sequence, and a table of every step and target, in which targets alternate with blanks:
-        ctc_loss_gpu_template() in LossCTC.cu."""
-        known = self.values.of(lengths) if is_stand_in(lengths) else lengths
-        if known is None and targets.dim() < 2:
-            raise Untraceable("the lengths of CTC's targets are not known, which a trace does not compute.",
-                              "Trace the script with padded targets, or with lengths that are made on the CPU.")
-        longest = targets.shape[1] if known is None else int(known.max())
-        batch = scores.shape[1:2] if scores.dim() == 3 else ()
+    def _ctc_loss(self, scores: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """The loss of each sequence, and a table of every step and target, in which targets alternate with blanks. The
+        lengths and the offsets of targets move to the GPU: ctc_loss_gpu_template() in LossCTC.cu."""
+        batch = scores.shape[1:-1]
         table = torch.empty((*batch, scores.shape[0], 2 * longest + 1), dtype=scores.dtype, device=META)
         losses = torch.empty(batch, dtype=scores.dtype, device=META)
+        name = "aten._ctc_loss.default"
+        lengths = [self.recorder.alloc(8 * batch.numel(), name, "workspace") for _ in range(3)]
         for each in (table, losses):
-            self.keep(each, "", "aten._ctc_loss.Tensor")
+            self.keep(each, "", name)
+        for length in reversed(lengths):
+            self.recorder.free(length)
         return losses, table
 
     def _data_dependent(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -566,6 +581,12 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
                                  if each.alias_info is not None and each.alias_info.is_write]
     given = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written_places[func]]
     return tensors_in(given)
+
+
+def _reshapes(func: Any, written: list[Tensor]) -> bool:
+    """Whether an operation changes shapes of the tensors it writes into: transpose_(), or out= with an empty tensor."""
+    return torch.Tag.inplace_view in func.tags or (
+        any(each.is_out for each in func._schema.arguments) and not all(each.numel() for each in written))
 
 
 def made_up(shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -462,9 +462,12 @@ def isinf(call: Call) -> None:
 
 
 def ctc_backward(call: Call) -> None:
-    """A table like the one of the forward pass, from the end: LossCTC.cu."""
+    """Lengths, as in the forward pass, and a table like its own, from the end: LossCTC.cu."""
+    table = call.args[6]
+    for _ in range(3):
+        call.scratch(8 * table.shape[:-2].numel())
+    call.scratch(table.nbytes)
     call.output(0)
-    call.scratch(call.args[6].nbytes)
 
 
 def log_sigmoid(call: Call) -> None:
@@ -511,7 +514,7 @@ KERNELS: dict[Any, Callable[[Call], None]] = {
     ops._log_softmax.default: softmax,
     ops._log_softmax_backward_data.default: softmax,
     ops._softmax_backward_data.default: softmax_backward,
-    ops._ctc_loss_backward.Tensor: ctc_backward,
+    ops._ctc_loss_backward.default: ctc_backward,
     ops.log_sigmoid_forward.default: log_sigmoid,
     ops.isinf.default: isinf,
     ops._foreach_norm.Scalar: foreach_norm,

@@ -71,6 +71,7 @@ def install(patches: Patches, device: TracedGpu, target: Target) -> None:
     _types(patches)
     _constructors(patches)
     _files(patches)
+    _ctc_loss(patches, device)
     _autocast(patches, device)
     _compilers(patches, device)
     _modules(patches)
@@ -193,7 +194,15 @@ def set_data(tensor: Tensor, data: Tensor) -> None:
         made = data.detach()
         if isinstance(tensor, torch.nn.Parameter):
             made = torch.nn.Parameter(made, tensor.requires_grad)
-        torch.utils.swap_tensors(tensor, made)
+        swap_tensors(tensor, made)
+
+
+def swap_tensors(tensor: Tensor, other: Tensor) -> None:
+    """torch.utils.swap_tensors, also for a parameter that a graph or a weak reference still refers to: that of a model
+    which was called on the host before it moved."""
+    tensor.__class__, other.__class__ = other.__class__, tensor.__class__
+    tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
+    torch._C._swap_tensor_impl(tensor, other)
 
 
 def _texts(patches: Patches, device: TracedGpu) -> None:
@@ -269,6 +278,27 @@ def _files(patches: Patches) -> None:
         return move(real_load(file, map_location=on_host, **kwargs))
 
     patches.set(torch, "load", load)
+
+
+def _ctc_loss(patches: Patches, device: TracedGpu) -> None:
+    """Lengths that are tensors are read on the host, as without a dispatch mode: ctc_loss() in LossCTC.cpp."""
+    original = torch.ctc_loss
+
+    def read(lengths: Any, longest: int | None) -> Any:
+        if not isinstance(lengths, Tensor):
+            return lengths
+        known = device.values.of(lengths) if is_stand_in(lengths) else lengths
+        if known is None and longest is None:
+            raise Untraceable("the lengths of CTC's targets are not known, which a trace does not compute.",
+                              "Trace the script with padded targets, or with lengths that are made on the CPU.")
+        return [longest] * lengths.numel() if known is None else known.reshape(-1).tolist()
+
+    def loss(scores: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *args: Any,
+             **kwargs: Any) -> Tensor:
+        return original(scores, targets, read(input_lengths, scores.shape[0]),
+                        read(target_lengths, targets.shape[1] if targets.dim() > 1 else None), *args, **kwargs)
+
+    patches.set(torch, "ctc_loss", loss)
 
 
 class _Upload(torch.autograd.Function):
@@ -397,6 +427,10 @@ def _compilers(patches: Patches, device: TracedGpu) -> None:
     patches.set(torch, "compile", compile)
     patches.set(torch.nn.Module, "compile", compile_in_place)
     patches.set(checkpoint, "checkpoint", functools.partial(compiler.checkpoint, checkpoint.checkpoint))
+    # Whether a recomputation gives the same tensors: while the compiler runs, `meta` is not yet cuda:0.
+    patches.set(checkpoint, "_allowed_determinism_checks_to_fns", {
+        **checkpoint._allowed_determinism_checks_to_fns,
+        checkpoint._DEFAULT_DETERMINISM_MODE: lambda tensor: {"shape": tensor.shape, "dtype": tensor.dtype}})
     patches.set(torch.jit, "script", lambda function=None, *_, **__: function)
 
 
@@ -427,6 +461,7 @@ def _modules(patches: Patches) -> None:
             torch.__future__.set_swap_module_params_on_conversion(before)
 
     patches.set(torch.nn.Module, "_apply", swapping)
+    patches.set(torch.utils, "swap_tensors", swap_tensors)
 
 
 def _threads_and_processes(patches: Patches, device: TracedGpu) -> None:

@@ -17,6 +17,7 @@ MOST_FLOAT_BYTES = 64 * 1024  # of floating-point numbers: weights are not worth
 NESTED = (tuple, list)  # a union made at each call would be slower
 UNDEFINED = ("empty", "rand", "normal", "bernoulli", "dropout", "multinomial", "uniform", "exponential")
 TRUE = ("aten::all", "aten::isfinite", "aten::_is_all_true")  # the last: torch.distributions checks its arguments
+ORDERED = ("aten::gt", "aten::ge", "aten::lt", "aten::le")
 # GradScaler's check for overflow: its flag stays 0.0, since gradients are taken to be finite.
 UNCHANGED = ("aten::_amp_foreach_non_finite_check_and_unscale_", "aten::_amp_update_scale_")
 
@@ -61,13 +62,20 @@ class Values:
     def compute(self, func: Any, args: Any, kwargs: Any, results: list[Any]) -> None:
         """Values of the results of an operation: from known arguments, else assumed ones.
 
-        Assumed: a single number is 1.0, a flag is not set, everything is finite. They answer a program's questions, and
-        sizes never depend on them.
+        Assumed: a number is 1.0, a flag is not set, everything is finite. They answer a program's questions, and sizes
+        never depend on them.
         """
         tensors = [each for each in results if isinstance(each, Tensor)]
         if not tensors or not all(map(_few, tensors)):
             return
+        if func is torch.ops.aten.where.self:
+            args = self._chosen(*args)
         found = self.evaluate(func, args, kwargs, assume=func is not torch.ops.aten._is_all_true.default)
+        if found is None and func._schema.name in ORDERED:
+            ones = [torch.ones(()) if self._is_unknown(each) else each for each in args]
+            for tensor in tensors:
+                self._know(tensor, func(*self._on_host(ones, True)), True)
+            return
         if found is not None:
             assumed = self._any_assumed(args, kwargs)
             for tensor, value in zip(results, found if isinstance(found, tuple | list) else [found], strict=False):
@@ -93,6 +101,17 @@ class Values:
             return () if result is None else result  # of an operation that only writes
         except (_Unknown, RuntimeError, NotImplementedError):
             return None
+
+    def _is_unknown(self, given: Any) -> bool:
+        return isinstance(given, Tensor) and is_stand_in(given) and self.of(given) is None
+
+    def _chosen(self, condition: Tensor, yes: Tensor, no: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of torch.where: without the argument that is chosen nowhere, whose values need not be known."""
+        known = self.of(condition) if is_stand_in(condition) else condition
+        if known is None or (known.any() and not known.all()):
+            return condition, yes, no
+        only = yes if known.all() else no
+        return condition, only, only
 
     def update(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> None:
         """An operation that writes into tensors: their values too, or they become unknown."""

@@ -28,8 +28,9 @@ def test_only_2_11_was_measured() -> None:
 
 
 @pytest.mark.parametrize(("capability", "head_size", "dtype", "kernel"), [
-    ((9, 0), 64, "bfloat16", "cudnn"), ((9, 0), 65, "bfloat16", "flash"), ((9, 0), 136, "bfloat16", "flash"),
-    ((8, 9), 256, "bfloat16", "flash"), ((8, 9), 264, "bfloat16", "efficient"), ((8, 9), 64, "float32", "efficient"),
+    ((9, 0), 64, "bfloat16", "cudnn"), ((9, 0), 65, "bfloat16", "flash"), ((9, 0), 256, "bfloat16", "cudnn"),
+    ((9, 0), 264, "bfloat16", "efficient"), ((10, 0), 136, "bfloat16", "flash"), ((8, 9), 256, "bfloat16", "flash"),
+    ((8, 9), 264, "bfloat16", "efficient"), ((8, 9), 64, "float32", "efficient"),
     ((7, 5), 64, "float16", "efficient")])
 def test_attention_takes_the_kernel_that_torch_takes(capability: tuple[int, int], head_size: int, dtype: str,
                                                      kernel: str) -> None:

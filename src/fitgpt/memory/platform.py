@@ -49,9 +49,8 @@ def _join(names: list[str]) -> str:
 #   overwritten: 32 MiB for 9.0, 8,519,680 bytes for 8.x, 10.0, 10.3 and 12.0. Later: pytorch/pytorch#175344, merged in
 #   February 2026, after 2.11; #182669, which would have reverted it in May 2026, was closed. Read in these pull
 #   requests and in a copy of the file with 2.13's functions, not at the tags of 2.12 and 2.13.
-# - Attention kernels: check_prefer_cudnn_attention() in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. Recorded
-#   runs agree with MAX_CUDNN_HEAD, but torch._fused_sdp_choice() of 2.11.0+cu130 on an H200 also chose cuDNN for
-#   contiguous heads of 136, 192 and 256 (bfloat16, 64 tokens). Not resolved.
+# - Attention kernels: check_prefer_cudnn_attention() and check_cudnn_tensor_shapes() in
+#   aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. Seen with heads of 256 on an H200 (Gemma 3, torch 2.11).
 # - Compiler: the tape of compiled nanoGPT follows Inductor of 2.11. In 2.13 torch/_inductor/memory.py no longer counts
 #   a graph's outputs as freed at its start when it estimates the peak, so 2.13 may reuse more buffers.
 TORCH_VERSIONS = {
@@ -77,8 +76,9 @@ def nearest_version(version: str) -> str:
 
 # Bytes of cuBLAS's workspace, one per thread: 32 MiB, or two chunks of 4 MiB and eight of 16 KiB.
 LARGE_WORKSPACE, SMALL_WORKSPACE = 32 * MiB, 2 * 4 * MiB + 8 * 16 * KiB
-CUDNN_ATTENTION = ((9, 0), (10, 0), (10, 3))  # capabilities on which torch prefers cuDNN's attention
-MAX_CUDNN_HEAD, MAX_FLASH_HEAD = 128, 256
+# Capabilities on which torch prefers cuDNN's attention, and the largest head there.
+CUDNN_ATTENTION = {(9, 0): 256, (10, 0): 128, (10, 3): 128}
+MAX_RECORDED_HEAD, MAX_FLASH_HEAD = 128, 256
 
 
 @dataclass(frozen=True)
@@ -146,13 +146,12 @@ class Platform:
         """The kernel of scaled_dot_product_attention: cudnn, flash, efficient or math."""
         if self.kernel:
             return self.kernel
-        if self.recorded_attention and dtype != "float32" and head_size <= MAX_CUDNN_HEAD and head_size % 8 == 0:
+        if self.recorded_attention and dtype != "float32" and head_size <= MAX_RECORDED_HEAD and head_size % 8 == 0:
             return self.recorded_attention
         if dtype == "float32" or self.capability < (8, 0):
             return "efficient"  # flash attention needs Ampere and half precision
-        if (self.capability in CUDNN_ATTENTION and head_size <= MAX_CUDNN_HEAD and head_size % 8 == 0
-                and not self.deterministic):  # its backward pass is not deterministic
-            return "cudnn"
+        if head_size <= CUDNN_ATTENTION.get(self.capability, 0) and head_size % 8 == 0 and not self.deterministic:
+            return "cudnn"  # its backward pass is not deterministic
         return "flash" if head_size <= MAX_FLASH_HEAD else "efficient"
 
     def flash_splits(self, batch: int, heads: int) -> int:

@@ -19,10 +19,11 @@ HOST = CONTEXT << 1           # above all others: addresses of CPU RAM that the 
 
 CONTEXT_GAP = CONTEXT + 74 * MiB // PAGE, 24 * MiB // PAGE  # a gap that the context leaves: first page, pages
 BELOW_CONTEXT = CONTEXT - 414 * MiB // PAGE
-# Once kernels run, there is a gap of 340 to 350 MiB below the context if the first weight has at most 74 MiB. In most
-# runs whose first weight has 94 MiB or more, there is none.
+# Once kernels run, there is a gap of 340 to 350 MiB below the context if the first weight has at most 74 MiB. If it has
+# 94 MiB or more, 0 to 384 MiB are free there for whole ranges: of 128 MiB, the forecasts are nearest to recorded runs.
 KERNEL_GAP = CONTEXT - 350 * MiB // PAGE, 348 * MiB // PAGE
-LARGE_FIRST_WEIGHT = 90 * MiB
+LARGE_FIRST_WEIGHT = 82 * MiB
+FREE_BELOW_CONTEXT = 128 * MiB // PAGE
 
 
 class DriverAddresses(Protocol):
@@ -43,6 +44,7 @@ class ObservedAddresses:
     def __init__(self) -> None:
         self._gaps = [CONTEXT_GAP]  # the newest last
         self._lowest, self._lowest_on_host = BELOW_CONTEXT, HOST
+        self._free_below_context = 0
         self._first_segment = 0
         self._loading = True
         self._last_on_host = False
@@ -50,7 +52,10 @@ class ObservedAddresses:
     def place(self, nbytes: int, *, loading: bool) -> int:
         if self._loading and not loading:
             self._loading = False
-            self._gaps = [KERNEL_GAP] if self._first_segment <= LARGE_FIRST_WEIGHT else []
+            if self._first_segment <= LARGE_FIRST_WEIGHT:
+                self._gaps = [KERNEL_GAP]
+            else:
+                self._gaps, self._free_below_context = [], FREE_BELOW_CONTEXT
         pages = nbytes // PAGE
         number = next((number for number in reversed(range(len(self._gaps))) if self._gaps[number][1] >= pages),
                       len(self._gaps))
@@ -68,6 +73,9 @@ class ObservedAddresses:
             if self._last_on_host:
                 self._lowest_on_host -= available
                 return self._lowest_on_host, available
+        if self._free_below_context >= available:
+            self._free_below_context -= available
+            return CONTEXT - FREE_BELOW_CONTEXT + self._free_below_context, available
         self._lowest -= available
         return self._lowest, available
 

@@ -48,7 +48,8 @@ def main() -> int:
     parser.add_argument("folder", nargs="?", default="")
     parser.add_argument("--out", default="", help="a folder for measured.json, traced.json and archives")
     parser.add_argument("--nanogpt", default="", help="the folder with nanoGPT's train.py")
-    parser.add_argument("--set", default="cases", choices=["cases", "held_out", "held_out_2"], help="which list of cases.json")
+    parser.add_argument("--set", default="cases", choices=["cases", "held_out", "held_out_2"],
+                        help="which list of cases.json")
     parser.add_argument("--only", default="", help="a regular expression for names of cases")
     parser.add_argument("--at_once", type=int, default=8)
     parser.add_argument("--seconds", type=int, default=150, help="after which a case is given up")

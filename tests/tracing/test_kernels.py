@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +101,33 @@ def test_the_attention_kernel_is_the_one_that_sdp_utils_chooses(
 
 
 @pytest.mark.parametrize(("operation", "sizes"), [
+    # Twice: an index, and what it adds to the number of a value. Then these numbers, sorted ones, their order, a sort.
+    (lambda x, i: x.index_put_((i, i), x[0, :8], accumulate=True), [64] * 7 + [1]),
+    (lambda x, i: x.index_put_((i, i), x[0, :8]), []),
+])
+def test_indexed_kernels_allocate_as_on_cuda(operation: Callable[..., Any], sizes: list[int]) -> None:
+    recorder = Recorder()
+    with recording(recorder, target_for("h200", "cuda")):
+        x, indices = torch.empty(100, 100, device="cuda"), torch.arange(8, device="cuda")
+        before = len(recorder.tensors)
+        operation(x, indices)
+    assert [tensor.nbytes for tensor in recorder.tensors[before:]] == sizes
+
+
+@pytest.mark.parametrize(("dtype", "sort", "scan"), [(torch.int64, 81_919, 1279), (torch.int32, 1, 1023)])
+def test_the_backward_pass_of_an_embedding_sorts_indices_in_their_own_dtype(dtype: torch.dtype, sort: int,
+                                                                           scan: int) -> None:
+    recorder = Recorder()
+    with recording(recorder, target_for("h200", "cuda")):
+        weight = torch.nn.Parameter(torch.empty(5000, 8, device="cuda"))
+        F.embedding(torch.zeros(4000, dtype=dtype, device="cuda"), weight).sum().backward()
+    size = dtype.itemsize * 4000
+    found = [tensor.nbytes for tensor in recorder.tensors if tensor.op == "aten.embedding_dense_backward.default"]
+    assert found == [128_000, size, size, size, sort, 160_000, size, 8, size, 1279, size, size, scan, 8,
+                     dtype.itemsize * 4400, 140_800]  # a contiguous gradient comes first
+
+
+@pytest.mark.parametrize(("operation", "sizes"), [
     (lambda x: F.log_softmax(x, -1), [40_000]),
     (lambda x: F.log_softmax(x.t(), -1), [40_000, 40_000]),                    # a copy that is contiguous
     (lambda x: F.softmax(x.half(), -1, dtype=torch.float32), [20_000, 40_000]),  # by SoftMax.cpp, not recorded
@@ -114,6 +143,8 @@ def test_the_attention_kernel_is_the_one_that_sdp_utils_chooses(
     (lambda x: x.logsumexp(-1), [400, 100, 400, 40_000, 400]),
     (lambda x: torch.multinomial(x, 1), [40_000, 800]),
     (lambda x: F.one_hot(torch.zeros(5, dtype=torch.int64, device="cuda"), 100), [40, 4000]),
+    (lambda x: x.view(-1).cumsum(0), [40_000, 1279]),                          # one row: scanned by CUB
+    (lambda x: x.__setitem__(0, 1.0), []),                                     # the number is a tensor of the host
 ])
 def test_kernels_allocate_as_on_cuda(operation: object, sizes: list[int]) -> None:
     recorder = Recorder()

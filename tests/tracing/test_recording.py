@@ -135,6 +135,42 @@ def test_scores_and_what_fused_kernels_allocate_belong_to_attention(fused: bool,
     assert {tensor.phase for tensor in found} == {"forward", "backward"}
 
 
+@pytest.mark.parametrize("fill", [
+    lambda: nn.Linear(600, 500), lambda: nn.Embedding(9001, 77), lambda: nn.Conv2d(300, 300, 3),
+    lambda: torch.empty(700, 600).normal_(), lambda: torch.empty(700, 600).t().uniform_(),
+    lambda: torch.empty(700, 600).bernoulli_(0.3), lambda: torch.empty(700, 600, dtype=torch.bfloat16).normal_(),
+    lambda: nn.init.orthogonal_(torch.empty(600, 500)),
+])
+def test_weights_of_the_host_draw_as_many_random_numbers_as_without_a_trace(fill: Callable[[], object]) -> None:
+    """A script with a seed then shuffles its data alike."""
+    def next_number() -> float:
+        torch.manual_seed(1)
+        fill()
+        return torch.rand(1).item()
+
+    real = next_number()
+    with recording(Recorder(), RTX):
+        assert next_number() == real
+
+
+def test_lazy_modules_get_their_weights_on_the_gpu() -> None:
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        model = nn.Sequential(nn.LazyLinear(32), nn.ReLU(), nn.LazyLinear(8)).to("cuda")
+        optimizer = torch.optim.SGD(model.parameters())
+        model(torch.ones(4, 16, device="cuda")).sum().backward()
+        optimizer.step()
+    assert [tensor.shape for tensor in recorder.tensors if tensor.owner == "weights"] == [
+        (32, 16), (32,), (8, 32), (8,)]
+
+
+def test_values_that_are_known_can_be_compared() -> None:
+    with recording(Recorder(), RTX):
+        x = torch.arange(4, device="cuda")
+        assert torch.allclose(x, x.clone())
+        assert torch.unique(x // 2, sorted=True).tolist() == [0, 1]
+
+
 def test_stops_at_the_forward_pass_after_the_last_step() -> None:
     def train() -> None:
         model = nn.Linear(8, 8).to("cuda")

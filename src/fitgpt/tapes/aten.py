@@ -22,7 +22,9 @@ MIN_PER_THREAD, MAX_PER_THREAD = 16, 256  # elements that a thread sums before a
 NORM_CHUNK = 65536                        # elements of a tensor that one block of a foreach norm sums
 SIMPLE_EMBEDDING = 3072                   # up to this many indices, an embedding's backward pass sorts nothing
 SORT_DIGITS, SORT_TILE = 16640, 4096      # CUB's radix sort
+SORT_AT_ONCE = {4: 4864, 8: 2304}         # indices of 4 and 8 bytes that it sorts in one block of threads
 SCAN = 1279                               # bytes of a CUB scan or of a search for unique keys
+SCAN_32_BITS = 1023                       # of 32-bit indices
 # TensorTopK.cu: from TOPK_MANY elements on, several blocks of threads count them by their digits. TOPK_BLOCKS run at
 # once on a multiprocessor, whose 65,536 registers hold 40 per thread; a thread takes 4 to 64 elements.
 TOPK_MANY, TOPK_BLOCKS, TOPK_THREADS, TOPK_DIGITS, TOPK_LEAST, TOPK_MOST = 20_000, 6, 256, 256, 4, 64

@@ -29,13 +29,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from ..memory.platform import Platform
 from .autocast import Autocast
 from .errors import Untraceable
-from .kernels import KERNELS, Call
+from .kernels import KERNELS, Call, in_channels_last
 from .recorder import BACKWARD, EVALUATION, FORWARD, LOAD, OPTIMIZER, Recorder, TracedTensor
 from .values import NESTED, Values, is_stand_in, tensors_in
 
 UNKNOWN_CONVOLUTIONS = ("cuDNN chooses the kernels of convolutions on the GPU: their workspaces, up to a few percent "
                         "of the memory, are estimated.")
 CARD, META, HOST = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
+# Random numbers for weights of the host: a core draws 0.4 billion per second.
+DRAWN_AT_ONCE, MOST_DRAWN = 64 * 1024, 2**31
 LARGE_HOST = 256 * 1024   # bytes: an uninitialised tensor of the host from here on has no storage either
 ops = torch.ops.aten
 # .depth: how many operations of the mode are running; .wants_meta: the program asked for torch's `meta` device
@@ -48,6 +50,7 @@ IN_PLACE_IN_BACKWARD = {
     ops.scatter_add.default, ops.index_add.default, ops.index_put.default, ops.scatter.src, ops.scatter.value,
 }
 SETS_STORAGE = {ops.set_.source_Storage_storage_offset, ops.set_.source_Storage}  # copy.deepcopy() of a buffer
+FILLS_IN_ORDER = {ops.normal_.default, ops.uniform_.default}
 SOFTMAX = {ops._softmax.default, ops._safe_softmax.default}
 GROUPED_MM = getattr(getattr(ops, "_grouped_mm", None), "default", None)
 # Operations that take tensors of the host, too, besides those of the GPU.
@@ -60,9 +63,12 @@ MIXES_DEVICES = {
     *SETS_STORAGE,
 }
 # Operations without a shape function in torch, and the argument that their result is like.
-RESULT_IS_LIKE = {ops._sample_dirichlet.default: 0, ops.binomial.default: 0, ops._ctc_loss_backward.default: 1}
+RESULT_IS_LIKE = {
+    ops._sample_dirichlet.default: 0, ops.binomial.default: 0, ops._ctc_loss_backward.default: 1,
+    ops.multi_margin_loss_backward.default: 1, ops.multilabel_margin_loss_backward.default: 1,
+}
 DATA_DEPENDENT = {
-    ops.nonzero.default, ops.masked_select.default, ops._unique2.default, ops.unique_dim.default,
+    ops.nonzero.default, ops.masked_select.default, ops._unique.default, ops._unique2.default, ops.unique_dim.default,
     ops.unique_consecutive.default, ops.repeat_interleave.Tensor, ops.bincount.default,
 }
 
@@ -98,6 +104,7 @@ class TracedGpu(TorchDispatchMode):
         self._references: dict[int, Any] = {}
         self.use(recorder)
         self._shapes: dict[Any, Any] = {}
+        self._drawn = 0
         self._sole: tuple[int, int] | None = None
         self._keys_off = torch._C._dispatch_tls_local_exclude_set()  # of the program, without autocast
         self._origins: dict[int, str] = {}  # by sequence number of an autograd node: the module that called it
@@ -243,9 +250,11 @@ class TracedGpu(TorchDispatchMode):
                 return args[0]
             if kwargs.get("device") is not None:
                 kwargs["device"] = META
-            kwargs.pop("generator", None)
+            generator = kwargs.pop("generator", None)
             written = _written(func, args, kwargs)
             if written:
+                if torch.Tag.nondeterministic_seeded in func.tags and len(tensors_in(args)) == 1:
+                    self._draw(func, args, generator)
                 return written[0] if func._schema.returns else None
             if func not in MIXES_DEVICES:
                 args = _without_storage(tuple(args))
@@ -278,6 +287,8 @@ class TracedGpu(TorchDispatchMode):
         if func is ops.index.Tensor and any(isinstance(each, Tensor) and each.dtype == torch.bool for each in args[1]):
             args = (args[0], self._mask_to_indices(args[0], args[1]))
         if (func is ops.add.Tensor and self._accumulates(args[0])) or (func in IN_PLACE_IN_BACKWARD and _in_engine()):
+            if func in KERNELS:
+                self._record(func, args, kwargs, [])
             return args[0]
         if func in SETS_STORAGE:
             result = func(*args, **kwargs)
@@ -301,6 +312,24 @@ class TracedGpu(TorchDispatchMode):
             self._record(func, args, kwargs, results, owner)
             self.values.compute(func, args, kwargs, results)
         return result
+
+    def _draw(self, func: Any, args: Any, generator: torch.Generator | None) -> None:
+        """Draws as many random numbers as filling a weight on the host takes, so that a script with a seed shuffles
+        its data as it does without a trace. In parts where that is the same: normal_fill() in DistributionTemplates.h
+        takes 16 at a time.
+        """
+        tensor, left = args[0], args[0].numel()
+        self._drawn += left
+        if self._drawn > MOST_DRAWN:
+            return
+        if func not in FILLS_IN_ORDER or not tensor.is_contiguous():
+            func(_empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype), *args[1:], generator=generator)
+            return
+        filled = torch.empty(2 * DRAWN_AT_ONCE, dtype=tensor.dtype)
+        while left:
+            count = left if left < 2 * DRAWN_AT_ONCE else DRAWN_AT_ONCE
+            func(filled[:count], *args[1:], generator=generator)
+            left -= count
 
     def _reshape(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> None:
         """An operation that gives an existing tensor another shape. A storage that grows is allocated again before it
@@ -378,7 +407,7 @@ class TracedGpu(TorchDispatchMode):
         result = torch.empty((*indices.shape, weight.shape[1]), dtype=weight.dtype, device=META)
         flat = None
         if not indices.is_contiguous():
-            flat = self.recorder.alloc(8 * indices.numel(), "flat indices", "workspace")
+            flat = self.recorder.alloc(indices.nbytes, "flat indices", "workspace")
         self.keep(result, "", "aten.embedding.default")
         if flat is not None:
             self.recorder.free(flat)
@@ -474,9 +503,13 @@ class TracedGpu(TorchDispatchMode):
             return torch.empty_like(args[RESULT_IS_LIKE[func]])
         try:
             result = func(*args, **kwargs)
-            if func is ops.convolution_backward.default and isinstance(result[1], Tensor) and args[2].dim() == 4 and \
-                    args[2].is_contiguous(memory_format=torch.channels_last):  # as cuDNN; 2.11 says otherwise on `meta`
-                return result[0], result[1].contiguous(memory_format=torch.channels_last), result[2]
+            # In cuDNN's memory format, which `meta` does not know. 2.11 has another one in the backward pass, 2.13 in
+            # the forward pass.
+            if func is ops.convolution.default and in_channels_last(*args[:2]):
+                return result.contiguous(memory_format=torch.channels_last)
+            if func is ops.convolution_backward.default and in_channels_last(*args[1:3]):
+                return (*(each if each is None else each.contiguous(memory_format=torch.channels_last)
+                          for each in result[:2]), result[2])
             return result
         except NotImplementedError as error:
             if func._can_decompose():

@@ -20,8 +20,8 @@ from ..tapes import aten as scratch
 from .recorder import Recorder, TracedTensor
 
 ops = torch.ops.aten
-CUDNN_ALIGNMENT = 512
-LEAST_WEIGHT_SCRATCH = 16 * MiB  # of a convolution's weight gradient, which is summed in parts
+FEW_CHANNELS, SMALL_KERNEL = 4, 4            # of a convolution: that of images, for which cuDNN has other kernels
+MOST_PARTS, LARGEST_PARTS = 14, 8 * MiB      # of a convolution's weight gradient, which is summed in parts
 FEW_ROWS = 32  # of an embedding whose gradients are not summed in parts: recorded with 2 and 32 rows, not with 514
 WORKSPACES: dict[str, Callable[[Platform], int]] = {
     "cublas workspace": lambda platform: platform.workspace, "cublaslt workspace": lambda _: scratch.CUBLASLT}
@@ -224,8 +224,11 @@ def multinomial(call: Call) -> None:
 def cumulative(call: Call) -> None:
     """Works in the dtype of its result: ScanKernels.cpp."""
     call.output(0)
-    if call.args[0].dtype != call.results[0].dtype:
-        call.scratch(call.results[0].numel() * call.results[0].element_size())
+    source, result = call.args[0], call.results[0]
+    if source.dtype != result.dtype:
+        call.scratch(result.numel() * result.element_size())
+    if source.dim() and source.numel() == source.shape[call.args[1]]:
+        call.scratch(scratch.SCAN)
 
 
 def safe_softmax(call: Call) -> None:
@@ -245,10 +248,13 @@ def softmax(call: Call) -> None:
 
 
 def softmax_backward(call: Call) -> None:
-    """The product of gradient and output: softmax_backward_cuda_out() in SoftMax.cu."""
-    gradient, output = call.args[:2]
+    """The product of gradient and output, and contiguous copies: softmax_backward_cuda_out() in SoftMax.cu."""
+    product, output = call.args[0] * call.args[1], call.args[1]
     call.output(0)
-    call.scratch(gradient.numel() * max(gradient.element_size(), output.element_size()))
+    call.scratch(product.nbytes)
+    for each in (product, output):
+        if not each.is_contiguous():
+            call.scratch(each.nbytes)
 
 
 def foreach_norm(call: Call) -> None:
@@ -265,29 +271,50 @@ def embedding_backward(call: Call) -> None:
     if not gradient.is_contiguous():
         call.scratch(gradient.numel() * gradient.element_size())
     if not indices.is_contiguous():
-        call.scratch(8 * indices.numel())
-    count, width = indices.numel(), gradient.shape[-1]
+        call.scratch(indices.nbytes)
+    count, width, size = indices.numel(), gradient.shape[-1], indices.element_size()
     if count <= scratch.SIMPLE_EMBEDDING:
         return
     segments = min(count, rows)
     partial = count // 10 + segments
-    call.scratch(8 * count)
-    call.scratch(8 * count)
-    ordinals = call.scratch(8 * count)
-    call.free(call.scratch(16 * count + 1024 * -(-count // scratch.SORT_TILE) + scratch.SORT_DIGITS + 255), ordinals)
+    call.scratch(size * count)
+    call.scratch(size * count)
+    ordinals = call.scratch(size * count)
+    call.free(call.scratch(sort_scratch(count, size)), ordinals)
     call.output(0)
-    call.scratch(8 * count)
+    call.scratch(size * count)
     call.scratch(8)
-    keys = call.scratch(8 * count)
+    keys = call.scratch(size * count)
     call.free(call.scratch(scratch.SCAN), keys)
-    call.scratch(8 * segments)
-    call.scratch(8 * segments)
-    call.free(call.scratch(scratch.SCAN))
+    call.scratch(size * segments)
+    call.scratch(size * segments)
+    call.free(call.scratch(scratch.SCAN if size == 8 else scratch.SCAN_32_BITS))
     sums = [4 * partial * width]
     if rows <= FEW_ROWS:
-        sums = [8 * partial, *([4 * rows * width] if gradient.element_size() == 2 else [])]
-    for nbytes in (8, 8 * partial, *sums):
+        sums = [size * partial, *([4 * rows * width] if gradient.element_size() == 2 else [])]
+    for nbytes in (8, size * partial, *sums):
         call.scratch(nbytes)
+
+
+def sort_scratch(count: int, size: int) -> int:
+    """Of CUB's radix sort of pairs of integers of this size."""
+    if count <= scratch.SORT_AT_ONCE[size]:
+        return 1
+    return 2 * size * count + 1024 * -(-count // scratch.SORT_TILE) + scratch.SORT_DIGITS + 255
+
+
+def index_put(call: Call) -> None:
+    """Adds values in the order of their sorted indices: index_put_with_sort_kernel() in Indexing.cu."""
+    if not call.argument(3, "accumulate", False):
+        return
+    indices = torch.broadcast_tensors(*(each for each in call.args[1] if isinstance(each, Tensor)))
+    count = indices[0].numel()
+    for number in range(len(indices)):  # one number per value: the sum of each index times its stride
+        index, summand = call.scratch(8 * count), call.scratch(8 * count)
+        call.free(index, *([summand] if number else []))
+    for _ in range(3):
+        call.scratch(8 * count)
+    call.scratch(sort_scratch(count, 8))
 
 
 def index(call: Call) -> None:
@@ -303,30 +330,59 @@ def index(call: Call) -> None:
 
 
 # ---- convolutions
+# cuDNN chooses among many kernels. These are the workspaces of most of them, by bench/convolutions.py on an H200.
 
 
 def convolution(call: Call) -> None:
     source, weight, result = call.args[0], call.args[1], call.results[0]
     if source.dtype != weight.dtype:
         raise RuntimeError(f"Input type ({source.dtype}) and weight type ({weight.dtype}) should be the same")
+    last = in_channels_last(source, weight)
+    contiguous(call, last, source)
     call.output(0)
     if is_depthwise(source, call.args[8]):
         return
-    direct = prod(weight.shape[2:]) == 1 and max(call.args[3]) == 1
-    call.scratch(copies(source, *([] if direct else [source, weight, result])))
+    contiguous(call, last, weight)
+    few = source.shape[1] < FEW_CHANNELS
+    half = source.element_size() == 2
+    if last:
+        if few:
+            call.scratch(padded(source) + padded(weight))
+    elif few and (not half or source.dim() == 4) and max(weight.shape[2:]) <= SMALL_KERNEL:
+        return
+    elif is_matmul(weight, call.args[3]):
+        if not is_aligned(source):
+            call.scratch(source.nbytes + result.nbytes)
+    else:
+        call.scratch((padded(source) + padded(weight) if half else source.nbytes + weight.nbytes) + result.nbytes)
 
 
 def convolution_backward(call: Call) -> None:
     gradient, source, weight = call.args[:3]
-    if is_depthwise(source, call.args[9]):
-        return
+    last = in_channels_last(source, weight)
+    contiguous(call, last, source, gradient)
     kernel = [] if prod(weight.shape[2:]) == 1 else [weight]
-    if isinstance(call.results[0], Tensor):
+    direct = is_matmul(weight, call.args[4]) and is_aligned(source)
+    depthwise = is_depthwise(source, call.args[9])
+    if isinstance(call.results[0], Tensor) and not depthwise:
         call.output(0)
-        call.free(call.scratch(copies(source, gradient, source, *kernel)))
-    if isinstance(call.results[1], Tensor):
+        if not last and not direct:
+            call.free(call.scratch(sum(each.nbytes for each in (source, gradient, *kernel))))
+    if isinstance(call.results[1], Tensor) and not depthwise:
         call.output(1)
-        call.scratch(max(copies(source, gradient, source, *kernel), LEAST_WEIGHT_SCRATCH))
+        copied = 0
+        if not last or source.shape[1] < FEW_CHANNELS:
+            copied = padded(source) + gradient.nbytes + sum(map(padded, kernel))
+        in_float32 = 4 * weight.numel()
+        nbytes = copied + min(MOST_PARTS * in_float32, LARGEST_PARTS)
+        if direct and not last:  # a part per sample
+            nbytes = min(nbytes, source.shape[0] * in_float32)
+        call.free(call.scratch(nbytes))
+    if isinstance(call.results[2], Tensor):
+        call.output(2)
+        dims = [dim for dim in range(gradient.dim()) if dim != 1]
+        for nbytes in reduction_scratch(gradient, dims, call.platform):
+            call.scratch(nbytes)
 
 
 def is_depthwise(source: Tensor, groups: int) -> bool:
@@ -334,11 +390,32 @@ def is_depthwise(source: Tensor, groups: int) -> bool:
     return groups > 1 and groups == source.shape[1]
 
 
-def copies(source: Tensor, *tensors: Tensor) -> int:
-    """cuDNN computes in channels-last order and copies tensors that are not. Which kernel it chooses is not known: this
-    is the largest workspace of most recorded convolutions."""
-    last = source.dim() == 4 and source.is_contiguous(memory_format=torch.channels_last)
-    return CUDNN_ALIGNMENT + (0 if last else sum(each.nbytes for each in tensors))
+def is_matmul(weight: Tensor, stride: list[int]) -> bool:
+    return prod(weight.shape[2:]) == 1 and max(stride) == 1
+
+
+def is_aligned(source: Tensor) -> bool:
+    """Whether a matmul can read the pixels of a channel where they are."""
+    return prod(source.shape[2:]) * source.element_size() % 8 == 0
+
+
+def in_channels_last(*tensors: Tensor) -> bool:
+    """Whether cuDNN computes in this memory format: cudnn_conv_suggest_memory_format() in ConvUtils.h."""
+    return any(each.dim() == 4 and not each.is_contiguous() and each.is_contiguous(memory_format=torch.channels_last)
+               for each in tensors)
+
+
+def contiguous(call: Call, last: bool, *tensors: Tensor) -> None:
+    """Copies of those that are in another memory format: Convolution.cpp, ConvShared.cpp."""
+    for each in tensors:
+        if not each.is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format):
+            call.scratch(each.nbytes)
+
+
+def padded(tensor: Tensor) -> int:
+    """Bytes of a copy in which a pixel's channels take a multiple of 16 bytes."""
+    channels, multiple = tensor.shape[1], 16 // tensor.element_size()
+    return tensor.nbytes // channels * -(-channels // multiple) * multiple if channels < FEW_CHANNELS else tensor.nbytes
 
 
 def group_norm(call: Call) -> None:
@@ -402,11 +479,13 @@ def efficient(call: Call) -> None:
 
 
 def cudnn(call: Call) -> None:
-    """(out, lse, …, seed, offset, …): the random state comes first. Without gradients there is no log-sum-exp."""
+    """(out, lse, …, seed, offset, …): the random state comes first. Without gradients there is no log-sum-exp; for one
+    query there is no scratch memory."""
     if not call.argument(4, "compute_log_sumexp"):
         call.host(1)
     call.output(6, 7, 0, 1)
-    call.scratch(scratch.CUDNN_SCRATCH)
+    if call.args[0].shape[2] > 1:
+        call.scratch(scratch.CUDNN_SCRATCH)
 
 
 def _heads(query: Tensor) -> tuple[int, int, int, int]:
@@ -523,6 +602,9 @@ KERNELS: dict[Any, Callable[[Call], None]] = {
     ops.convolution_backward.default: convolution_backward,
     ops.native_group_norm.default: group_norm,
     ops.index.Tensor: index,
+    ops.index_put.default: index_put,
+    ops.index_put_.default: index_put,
+    ops._index_put_impl_.default: index_put,
     ops.native_layer_norm.default: layer_norm,
     ops.native_layer_norm_backward.default: layer_norm_backward,
     ops.native_dropout.default: dropout,

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -71,7 +72,7 @@ class ModuleCalls:
             if self.stop_after is not None and not self._has_optimizer:
                 self._step_without_optimizer()
             self._finish_step()
-        if module not in self._names:
+        if module not in self._names and not any(map(is_lazy, module.parameters())):
             for name, each in module.named_modules():
                 self._names[each] = name or type(each).__name__
                 if isinstance(each, nn.Embedding):

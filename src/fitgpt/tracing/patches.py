@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ..planning.budget import Target
 from . import bitsandbytes
@@ -72,6 +73,7 @@ def install(patches: Patches, device: TracedGpu, target: Target) -> None:
     _constructors(patches)
     _files(patches)
     _ctc_loss(patches, device)
+    _comparisons(patches)
     _autocast(patches, device)
     _compilers(patches, device)
     _modules(patches)
@@ -142,6 +144,15 @@ def _tensors(patches: Patches) -> None:
         tensor = tensor.detach().cpu()
         return real_list(made_up(tensor.shape, tensor.dtype) if is_stand_in(tensor) else tensor)
 
+    real_set = torch._C.TensorBase.__setitem__
+
+    def set_item(tensor: Tensor, index: Any, value: Any) -> None:
+        """A number is a tensor of the host for a GPU: THPVariable_setitem() in python_variable_indexing.cpp."""
+        if isinstance(value, bool | int | float) and device_of(tensor).type == "cuda":
+            value = torch.full((), value, dtype=tensor.dtype, device=HOST)
+        real_set(tensor, index, value)
+
+    patches.set(Tensor, "__setitem__", set_item)
     patches.set(Tensor, "numpy", numpy)
     patches.set(Tensor, "tolist", tolist)
     real_to = torch._C.TensorBase.to
@@ -155,6 +166,8 @@ def _tensors(patches: Patches) -> None:
             kwargs = {**kwargs, **dict(zip(("non_blocking", "copy"), args[1:], strict=False)), "dtype": wanted.dtype}
             args, wanted = (), device_of(wanted)
             kwargs["device"] = wanted
+        if is_lazy(tensor) and is_cuda(wanted):  # of a lazy module: it has no shape yet
+            return torch.empty(0, dtype=tensor.dtype, device=CARD)
         on_stand_in = is_stand_in(tensor)
         if is_cuda(wanted) or (on_stand_in and isinstance(wanted, str | torch.device) and \
                 torch.device(wanted) == device_of(tensor)):
@@ -200,7 +213,8 @@ def set_data(tensor: Tensor, data: Tensor) -> None:
 def swap_tensors(tensor: Tensor, other: Tensor) -> None:
     """torch.utils.swap_tensors, also for a parameter that a graph or a weak reference still refers to: that of a model
     which was called on the host before it moved."""
-    tensor.__class__, other.__class__ = other.__class__, tensor.__class__
+    if not is_lazy(tensor):  # it becomes a parameter later
+        tensor.__class__, other.__class__ = other.__class__, tensor.__class__
     tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
     torch._C._swap_tensor_impl(tensor, other)
 
@@ -299,6 +313,15 @@ def _ctc_loss(patches: Patches, device: TracedGpu) -> None:
                         read(target_lengths, targets.shape[1] if targets.dim() > 1 else None), *args, **kwargs)
 
     patches.set(torch, "ctc_loss", loss)
+
+
+def _comparisons(patches: Patches) -> None:
+    """torch.allclose asks for a value below the dispatch mode."""
+    def close(first: Tensor, second: Tensor, *args: Any, **kwargs: Any) -> bool:
+        return bool(torch.isclose(first, second, *args, **kwargs).all())
+
+    for home in (torch, Tensor):
+        patches.set(home, "allclose", close)
 
 
 class _Upload(torch.autograd.Function):

@@ -103,10 +103,7 @@ def arguments(case: Case, dtype: str, device: str) -> tuple[Any, ...]:
         return torch.ones(shape, dtype=getattr(torch, dtype), device=device).contiguous(memory_format=memory_format)
 
     shape = case["shape"]
-    if case.get("transposed_input"):
-        given = tensor(shape[0], *shape[:0:-1]).transpose(1, 2)
-    else:
-        given = tensor(*shape)
+    given = tensor(shape[0], *shape[:0:-1]).transpose(1, 2) if case.get("transposed_input") else tensor(*shape)
     weight, dims = tensor(*case["weight"]), len(shape) - 2
     rest = ([case.get("stride", 1)] * dims, [case.get("padding", 0)] * dims, [1] * dims, case.get("transposed", False),
             [0] * dims, case.get("groups", 1))

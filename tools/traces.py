@@ -11,7 +11,6 @@ import json
 import lzma
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import median
@@ -21,14 +20,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 
 from fitgpt.core.units import MiB  # noqa: E402
-from fitgpt.memory.timeline import Timeline, replay, reserved_in_other_orders  # noqa: E402
+from fitgpt.memory.timeline import Timeline, replay  # noqa: E402
 from fitgpt.planning.forecast import COLUMNS  # noqa: E402
-from fitgpt.tracing.plan import CONVOLUTIONS, PLANNED, SCRIPT, UNPLANNED, StepMemory, steps_of  # noqa: E402
+from fitgpt.tracing.device import SKIPPED_STEPS  # noqa: E402
+from fitgpt.tracing.plan import CONVOLUTIONS, PLANNED, SCRIPT, UNPLANNED, PeakMemory  # noqa: E402
 from fitgpt.tracing.trace_file import Trace, from_json, to_json  # noqa: E402
 from memory_page import markdown  # noqa: E402
 
 RECORDED = ROOT / "tests" / "recorded" / "traces"
-HELD_OUT = RECORDED / "held_out"
+HELD_OUT = ("held_out", "held_out_2")  # traced before they were measured
 LANGUAGE, CONVOLUTION, COMPILED_GROUP = "language", "convolution", "compiled"
 BITSANDBYTES, INT8_LAYERS = "bitsandbytes", "int8"  # the latter's memory depends on values, too
 Row = dict[str, Any]
@@ -56,62 +56,41 @@ class TracedRun:
         self.name, self.group, self.architecture = row["name"], row["group"], row["architecture"]
 
     @cached_property
-    def measured(self) -> list[StepMemory]:
-        """After each step; several optimizers that step one after the other take one step."""
-        steps, seen = list[StepMemory](), set[int]()
-        for each in self.row["steps"]:
-            figures = StepMemory(each["memory_allocated"], each["memory_reserved"], each["max_memory_allocated"],
-                                 each["max_memory_reserved"])
-            if not seen or each["optimizer"] in seen:
-                seen.clear()
-                steps.append(figures)
-            steps[-1] = figures
-            seen.add(each["optimizer"])
-        return steps
-
-    @cached_property
     def trace(self) -> Trace | None:
-        """Up to as many optimizer steps as were measured: after an overflow GradScaler skips one, a trace does not."""
         path = self.folder / "stored" / f"{self.name.replace(' ', '_')}.json.xz"
-        if not path.is_file():
-            return None
-        trace, steps = stored(path), len(self.measured)
-        if len(trace.steps) <= steps:
-            return trace
-        end = trace.steps[steps - 1]
-        return replace(trace, events=trace.events[:end], steps=trace.steps[:steps],
-                       phases=tuple(phase for phase in trace.phases if phase[1] < end))
+        return stored(path) if path.is_file() else None
 
     @cached_property
     def timeline(self) -> Timeline:
         assert self.trace is not None
         return replay(self.trace.tape, expandable=self.trace.expandable)
 
-    @cached_property
-    def forecast(self) -> tuple[StepMemory, ...]:
-        return steps_of(self.trace, self.timeline) if self.trace else ()
+    @property
+    def skipped(self) -> bool:
+        """Whether GradScaler skipped steps, after gradients that overflowed: a trace does not know."""
+        first = self.row["steps"][0]["optimizer"]  # several optimizers that step one after the other take one step
+        taken = sum(step["optimizer"] == first for step in self.row["steps"])
+        return self.trace is not None and SKIPPED_STEPS in self.trace.notes and taken < len(self.trace.steps)
 
     @property
-    def reserved(self) -> int:
-        """The most, measured."""
-        return self.measured[-1].peak_reserved_bytes
+    def measured(self) -> PeakMemory:
+        """Of the whole script."""
+        end = self.row["end"]
+        return PeakMemory(end["max_memory_allocated"], end["max_memory_reserved"])
 
-    @cached_property
-    def forecast_reserved(self) -> int:
-        """As `fitgpt trace` has it: the most over the orders of addresses that a driver may have."""
-        assert self.trace is not None
-        others = () if self.trace.expandable else reserved_in_other_orders(self.trace.tape)
-        return max(self.timeline.reserved, *others) if others else self.timeline.reserved
+    @property
+    def forecast(self) -> PeakMemory:
+        """As `fitgpt trace` prints it."""
+        return PeakMemory(self.timeline.peak, self.timeline.reserved)
 
     def errors(self) -> tuple[int, int]:
-        """Of the most reserved and the most allocated up to the last step: forecast − measured."""
-        real, said = self.measured[-1], self.forecast[-1]
-        return (self.forecast_reserved - real.peak_reserved_bytes,
-                said.peak_allocated_bytes - real.peak_allocated_bytes)
+        """Of the most reserved and the most allocated: forecast − measured."""
+        return (self.forecast.reserved_bytes - self.measured.reserved_bytes,
+                self.forecast.allocated_bytes - self.measured.allocated_bytes)
 
     def percents(self) -> tuple[float, float]:
-        real, (reserved, allocated) = self.measured[-1], self.errors()
-        return 100 * reserved / real.peak_reserved_bytes, 100 * allocated / real.peak_allocated_bytes
+        reserved, allocated = self.errors()
+        return 100 * reserved / self.measured.reserved_bytes, 100 * allocated / self.measured.allocated_bytes
 
 
 @cache
@@ -120,19 +99,19 @@ def runs() -> list[TracedRun]:
 
 
 @cache
-def held_out_runs() -> list[TracedRun]:
+def held_out_runs(name: str) -> list[TracedRun]:
     """Scripts that were traced before they were measured; their stored traces are of today."""
-    return [TracedRun(row, HELD_OUT) for row in _rows(HELD_OUT / "measured.json")]
+    return [TracedRun(row, RECORDED / name) for row in _rows(RECORDED / name / "measured.json")]
 
 
 def held_out_errors(run: TracedRun) -> tuple[float, float] | None:
     """In percent, of the forecast made before the measurement: reserved, allocated."""
-    said = next(row for row in _rows(HELD_OUT / "predicted.json") if row["name"] == run.name)
+    said = next(row for row in _rows(run.folder / "predicted.json") if row["name"] == run.name)
     if "error" in said:
         return None
-    real, peak = run.measured[-1], said["peak"]
-    return (100 * (peak["reserved_bytes"] / real.peak_reserved_bytes - 1),
-            100 * (peak["allocated_bytes"] / real.peak_allocated_bytes - 1))
+    peak = said["peak"]
+    return (100 * (peak["reserved_bytes"] / run.measured.reserved_bytes - 1),
+            100 * (peak["allocated_bytes"] / run.measured.allocated_bytes - 1))
 
 
 def _rows(path: Path) -> list[Row]:
@@ -140,8 +119,7 @@ def _rows(path: Path) -> list[Row]:
 
 
 def traced(group: str) -> list[TracedRun]:
-    """Those with a trace of every step. A run may have skipped steps after an overflow, which a trace does not know."""
-    return [run for run in runs() if run.group == group and len(run.forecast) >= len(run.measured)]
+    return [run for run in runs() if run.group == group and run.trace is not None]
 
 
 def basis(gpu: str, torch: str) -> list[Row]:
@@ -149,12 +127,12 @@ def basis(gpu: str, torch: str) -> list[Row]:
     found = []
     for group, trainer in ((LANGUAGE, SCRIPT), (BITSANDBYTES, SCRIPT), (CONVOLUTION, CONVOLUTIONS)):
         for run in traced(group):
-            real, said = run.measured[-1], run.forecast[-1]
             found.append({**dict.fromkeys(COLUMNS, ""), "trainer": trainer, "gpu": gpu, "torch": torch,
                           "name": run.name, "mode": "eager", "options": " ".join(run.row["args"]),
-                          "allocated_bytes": real.peak_allocated_bytes, "reserved_bytes": real.peak_reserved_bytes,
-                          "forecast_allocated_bytes": said.peak_allocated_bytes,
-                          "forecast_reserved_bytes": run.forecast_reserved, "figures": 2,
+                          "allocated_bytes": run.measured.allocated_bytes,
+                          "reserved_bytes": run.measured.reserved_bytes,
+                          "forecast_allocated_bytes": run.forecast.allocated_bytes,
+                          "forecast_reserved_bytes": run.forecast.reserved_bytes, "figures": 2,
                           "worst_percent": round(max(run.percents(), key=abs), 3)})
     return found
 
@@ -167,7 +145,8 @@ def table_part(group: str) -> str:
     for run in traced(group):
         (reserved, allocated), percents = run.errors(), run.percents()
         rows.append([run.name, " ".join(run.row["args"]).replace("--", "") or run.row["script"],
-                     "expandable" if run.row.get("expandable") else "native", f"{run.reserved / MiB:,.0f}",
+                     "expandable" if run.row.get("expandable") else "native",
+                     f"{run.measured.reserved_bytes / MiB:,.0f}",
                      *(f"{percent:+.3f} %" if off else "0" for off, percent in zip((reserved, allocated), percents,
                                                                                    strict=True))])
     return markdown(["run", "arguments", "allocator", "reserved, MiB", "reserved, error", "allocated, error"], rows)
@@ -186,24 +165,24 @@ def summary_part() -> str:
                      "allocated at 0 bytes", "allocated, errors"], rows)
 
 
-def held_out_part(group: str) -> str:
+def held_out_part(name: str, group: str) -> str:
     def cells(percents: tuple[float, float] | None) -> list[str]:
         if percents is None:
             return ["failed"] * 2
         return [f"{percent:+.3f} %" if round(percent, 3) else "0" for percent in percents]
 
     rows = [[f"[{run.name}](../bench/trace_cases/{run.row['script']})", run.architecture,
-             "expandable" if run.row.get("expandable") else "native", f"{run.reserved / MiB:,.0f}",
-             *cells(held_out_errors(run)), *cells(run.percents())] for run in held_out_runs() if run.group == group]
+             "expandable" if run.row.get("expandable") else "native", f"{run.measured.reserved_bytes / MiB:,.0f}",
+             *cells(held_out_errors(run)), *cells(run.percents())] for run in held_out_runs(name) if run.group == group]
     return markdown(["run", "architecture", "allocator", "reserved, MiB", "reserved, held out", "allocated, held out",
                      "reserved, today", "allocated, today"], rows)
 
 
 def compiled_part() -> str:
     """What compiled scripts reserved, as a share of their trace."""
-    rows = [[run.name, f"{run.reserved / MiB:,.0f}", "compiled" if run.trace.planned else "eager",
-             f"{run.timeline.reserved / MiB:,.0f}", f"{run.reserved / run.timeline.reserved:.2f}"] for run in runs()
-            if run.group == COMPILED_GROUP and run.trace is not None]
+    rows = [[run.name, f"{run.measured.reserved_bytes / MiB:,.0f}", "compiled" if run.trace.planned else "eager",
+             f"{run.timeline.reserved / MiB:,.0f}", f"{run.measured.reserved_bytes / run.timeline.reserved:.2f}"]
+            for run in runs() if run.group == COMPILED_GROUP and run.trace is not None]
     return markdown(["run", "reserved, MiB", "trace", "its reserved, MiB", "share"], rows) + (
         f"\n`fitgpt trace` states {PLANNED[0]:g} to {PLANNED[1]:g} times the trace with the compiler's own plan, and "
         f"{UNPLANNED[0]:g} to {UNPLANNED[1]:g} times an eager trace.\n")
@@ -290,8 +269,8 @@ ESTIMATORS = (Estimator("MemTracker (runs the script on a GPU)", of_memtracker),
 def estimators_part() -> str:
     """Errors of the bytes reserved, over the recorded language models."""
     rows = []
-    for name, estimate in (("**fitgpt trace**", lambda run: run.forecast_reserved), *ESTIMATORS):
-        found = [(100 * (said - run.reserved) / run.reserved) for run in traced(LANGUAGE)
+    for name, estimate in (("**fitgpt trace**", lambda run: run.forecast.reserved_bytes), *ESTIMATORS):
+        found = [(100 * (said - run.measured.reserved_bytes) / run.measured.reserved_bytes) for run in traced(LANGUAGE)
                  if (said := estimate(run)) is not None]
         if found:
             rows.append([name, str(len(found)), f"{median(map(abs, found)):.2f} %",
@@ -303,6 +282,7 @@ PARTS = {"traces": table_part, "traces_held_out": held_out_part, "trace_summary"
          "trace_compiled": compiled_part, "trace_estimators": estimators_part}
 
 if __name__ == "__main__":
-    for part in (summary_part(), table_part(LANGUAGE), table_part(CONVOLUTION), held_out_part(LANGUAGE),
-                 held_out_part(CONVOLUTION), compiled_part(), estimators_part()):
+    for part in (summary_part(), table_part(LANGUAGE), table_part(CONVOLUTION), compiled_part(),
+                 *(held_out_part(name, group) for name in HELD_OUT
+                   for group in (LANGUAGE, CONVOLUTION, COMPILED_GROUP)), estimators_part()):
         print(part)

@@ -24,6 +24,7 @@ from fitgpt.memory.tape import Tape
 from fitgpt.memory.timeline import replay
 from fitgpt.planning.budget import Target, target_for
 from fitgpt.tapes import nanogpt
+from fitgpt.tracing.device import SKIPPED_STEPS
 from fitgpt.tracing.errors import Untraceable
 from fitgpt.tracing.modules import NO_OPTIMIZER, StepsDone
 from fitgpt.tracing.patches import NO_FAST_PATH
@@ -564,6 +565,19 @@ def test_a_script_without_an_optimizer_stops_after_as_many_backward_passes() -> 
         train()
     assert len(recorder.steps) == 3
     assert NO_OPTIMIZER in recorder.notes
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_loss_scaling_is_reported_with_the_steps_that_it_may_skip(enabled: bool) -> None:
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        model, scaler = nn.Linear(4, 4).to("cuda"), torch.amp.GradScaler("cuda", enabled=enabled)
+        optimizer = torch.optim.AdamW(model.parameters())
+        scaler.scale(model(torch.ones(2, 4, device="cuda")).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert len(recorder.steps) == 1
+    assert (SKIPPED_STEPS in recorder.notes) == enabled
 
 
 def test_parameters_of_all_optimizers_are_counted_and_their_states_belong_to_them() -> None:

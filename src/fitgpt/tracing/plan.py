@@ -97,9 +97,11 @@ class TracedPlan(PrintedPlan):
 
     @property
     def peak(self) -> PeakMemory:
-        """Reserved is the upper end of its range: the driver's addresses decide, or the compiler."""
-        most = self.forecast.reserved_range[1]
-        return PeakMemory(min(self.forecast.allocated, most), most)
+        """Without the compiler's own plan, the upper end of its range."""
+        if self.trace.compiled and not self.trace.planned:
+            most = self.forecast.reserved_range[1]
+            return PeakMemory(min(self.forecast.allocated, most), most)
+        return PeakMemory(self.timeline.peak, self.timeline.reserved)
 
     @cached_property
     def steps(self) -> tuple[StepMemory, ...]:

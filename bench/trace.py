@@ -37,7 +37,7 @@ CASES = ROOT / "bench" / "trace_cases"
 TOKENS = 200_000       # of nanoGPT's data
 GPU = "h200"
 LARGEST_ARCHIVE = 15 * 2**20
-MOST_STEPS = 1000      # more than any case has: every step is traced
+MOST_STEPS = 1000      # more than any case has: every step is traced, unless the case says how many can be
 FIGURES = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
 Row = dict[str, Any]
 
@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("folder", nargs="?", default="")
     parser.add_argument("--out", default="", help="a folder for measured.json, traced.json and archives")
     parser.add_argument("--nanogpt", default="", help="the folder with nanoGPT's train.py")
-    parser.add_argument("--set", default="cases", choices=["cases", "held_out", "held_out_2"],
+    parser.add_argument("--set", default="cases", choices=["cases", "held_out", "held_out_2", "held_out_3"],
                         help="which list of cases.json")
     parser.add_argument("--only", default="", help="a regular expression for names of cases")
     parser.add_argument("--at_once", type=int, default=8)
@@ -262,7 +262,8 @@ def traced(case: Row, options: argparse.Namespace, out: Path) -> Row:
     saved = (out / "traces" / f"{case['name'].replace(' ', '_')}.json").resolve()
     saved.parent.mkdir(parents=True, exist_ok=True)
     with script_of(case, options.nanogpt) as (script, folder):
-        command = [sys.executable, "-P", "-m", "fitgpt", "trace", "--gpu", GPU, "--steps", str(MOST_STEPS), "--json",
+        command = [sys.executable, "-P", "-m", "fitgpt", "trace", "--gpu", GPU, "--steps",
+                   str(case.get("steps", MOST_STEPS)), "--json",
                    "--save", str(saved), *(["--torch", options.torch] if options.torch else []), str(script),
                    *case["args"]]
         try:

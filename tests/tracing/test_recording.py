@@ -389,6 +389,28 @@ def test_what_only_a_trace_cannot_do_is_told_from_what_the_script_does_wrong(
     assert says in f"{raised.value.what} {raised.value.fix}"
 
 
+@pytest.mark.parametrize(("values", "steps"), [("model(unknown)", 2), ("unknown", 1)])
+def test_a_script_that_cannot_be_traced_to_its_end_is_said_to_be_traceable_up_to_a_step(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: str, steps: int) -> None:
+    """The trace ends with the first module that is called after that step."""
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n"
+                      "model = torch.nn.Linear(4, 4).to('cuda')\n"
+                      "optimizer = torch.optim.AdamW(model.parameters())\n"
+                      "for _ in range(2):\n"
+                      "    loss = model(torch.ones(2, 4, device='cuda')).sum()\n"
+                      "    loss.backward()\n"
+                      "    optimizer.step()\n"
+                      "unknown = torch.empty(2, 4, device='cuda').softmax(0)\n"
+                      f"{values}.nonzero()\n", encoding="utf-8")
+    with pytest.raises(CannotTrace, match="line 9: aten") as raised:
+        run([str(script)], "4070", "", "", 4, "")
+    assert raised.value.fix.endswith(f"--steps={steps} stops before this line.")
+    assert len(run([str(script)], "4070", "", "", steps, "").steps) == steps
+
+
 def test_a_script_that_asks_for_its_peak_gets_the_peak_in_the_allocators_units() -> None:
     with recording(Recorder(), RTX):
         kept = torch.empty(100, device="cuda")  # 400 bytes

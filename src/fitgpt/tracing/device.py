@@ -35,8 +35,8 @@ from .values import NESTED, Values, is_stand_in, tensors_in
 
 UNKNOWN_CONVOLUTIONS = ("cuDNN chooses the kernels of convolutions on the GPU: their workspaces, up to a few percent "
                         "of the memory, are estimated.")
-SKIPPED_STEPS = ("Gradients are taken to be finite. GradScaler skips steps whose gradients overflow, often the first ones: "
-                 "the optimizer's state is then allocated later, and more or less memory may be reserved.")
+SKIPPED_STEPS = ("Gradients are taken to be finite. GradScaler skips steps whose gradients overflow, often the first "
+                 "ones: the optimizer's state is then allocated later, and more or less memory may be reserved.")
 CARD, META, HOST = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
 # Random numbers for weights of the host: a core draws 0.4 billion per second.
 DRAWN_AT_ONCE, MOST_DRAWN = 64 * 1024, 2**31

@@ -117,7 +117,9 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
             raise
         for each in causes(error):
             if isinstance(each, Untraceable):
-                raise CannotTrace(f"{place(each.__traceback__)}: {each.what}", each.fix) from None
+                steps_before = sum(end <= recorder.phases[-1][1] for end in recorder.steps)
+                fewer = f" --steps={steps_before} stops before this line." if steps_before else ""
+                raise CannotTrace(f"{place(each.__traceback__)}: {each.what}", each.fix + fewer) from None
         if missing := [each for each in unwritten if isinstance(error, OSError) and Path(each).name in str(error)]:
             what, fix = loads_unwritten(os.path.relpath(missing[0]))
             raise CannotTrace(f"{place(error.__traceback__)}: {what}", fix) from None

@@ -20,16 +20,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 
 from fitgpt.core.units import MiB  # noqa: E402
-from fitgpt.memory.timeline import Timeline, replay  # noqa: E402
+from fitgpt.memory.timeline import Timeline  # noqa: E402
+from fitgpt.planning.budget import target_for  # noqa: E402
 from fitgpt.planning.forecast import COLUMNS  # noqa: E402
 from fitgpt.tracing.device import SKIPPED_STEPS  # noqa: E402
-from fitgpt.tracing.plan import CONVOLUTIONS, PLANNED, SCRIPT, UNPLANNED, PeakMemory  # noqa: E402
+from fitgpt.tracing.plan import CONVOLUTIONS, PLANNED, SCRIPT, UNPLANNED, PeakMemory, TracedPlan, plan_trace  # noqa: E402
 from fitgpt.tracing.trace_file import Trace, from_json, to_json  # noqa: E402
 from memory_page import markdown  # noqa: E402
 
 RECORDED = ROOT / "tests" / "recorded" / "traces"
-HELD_OUT = ("held_out", "held_out_2")  # traced before they were measured
+HELD_OUT = ("held_out", "held_out_2", "held_out_3")  # traced before they were measured
 LANGUAGE, CONVOLUTION, COMPILED_GROUP = "language", "convolution", "compiled"
+H200 = target_for("h200", "cuda", torch="2.11")
 BITSANDBYTES, INT8_LAYERS = "bitsandbytes", "int8"  # the latter's memory depends on values, too
 Row = dict[str, Any]
 
@@ -61,9 +63,14 @@ class TracedRun:
         return stored(path) if path.is_file() else None
 
     @cached_property
-    def timeline(self) -> Timeline:
+    def plan(self) -> TracedPlan:
+        """With the allocator of the run."""
         assert self.trace is not None
-        return replay(self.trace.tape, expandable=self.trace.expandable)
+        return plan_trace(self.trace, H200, "expandable" if self.row.get("expandable") else "native")
+
+    @property
+    def timeline(self) -> Timeline:
+        return self.plan.timeline
 
     @property
     def skipped(self) -> bool:
@@ -80,8 +87,7 @@ class TracedRun:
 
     @property
     def forecast(self) -> PeakMemory:
-        """As `fitgpt trace` prints it."""
-        return PeakMemory(self.timeline.peak, self.timeline.reserved)
+        return self.plan.peak
 
     def errors(self) -> tuple[int, int]:
         """Of the most reserved and the most allocated: forecast − measured."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections import defaultdict
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from bench import convolutions
 from fitgpt.memory.platform import Platform
 from fitgpt.planning.budget import target_for
 from fitgpt.tapes import aten
@@ -20,6 +24,7 @@ from fitgpt.tracing.kernels import reduction_scratch
 from fitgpt.tracing.recorder import Recorder
 from fitgpt.tracing.trace import recording
 
+RECORDED = Path(__file__).parents[1] / "recorded"
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 
 
@@ -153,3 +158,44 @@ def test_kernels_allocate_as_on_cuda(operation: object, sizes: list[int]) -> Non
         before = len(recorder.tensors)
         operation(x)  # type: ignore[operator]
     assert [tensor.nbytes for tensor in recorder.tensors[before:]] == sizes
+
+
+def test_convolutions_need_what_they_needed_on_a_gpu_within_7_percent_by_dtype_and_pass() -> None:
+    """Of a single one cuDNN chooses the kernel, and so its workspace."""
+    needed, forecast = defaultdict[tuple[str, str], int](int), defaultdict[tuple[str, str], int](int)
+    rows = json.loads((RECORDED / "convolutions.json").read_text(encoding="utf-8"))["rows"]
+    for row in rows:
+        recorder = Recorder()
+        with recording(recorder, target_for("h200", "cuda", torch="2.11")):
+            given = convolutions.arguments(row, row["dtype"], "cuda")
+            for name, run in (("forward", convolutions.forward), ("backward", convolutions.backward)):
+                before = len(recorder.tape().events)
+                kept = run(*given)
+                changes = [event.nbytes if event.alloc else -event.nbytes for event in recorder.tape().events[before:]]
+                needed[row["dtype"], name] += max(accumulate(row[name]))
+                forecast[row["dtype"], name] += max(accumulate(changes))
+                del kept
+    assert len(rows) == 351
+    assert len(needed) == 6
+    errors = {each: forecast[each] / needed[each] - 1 for each in needed}
+    assert {each: error for each, error in errors.items() if abs(error) > 0.07} == {}
+
+
+def test_the_gradient_of_a_concatenated_tensor_is_copied_for_each_gradient_of_a_convolution() -> None:
+    recorder = Recorder()
+    with recording(recorder, target_for("h200", "cuda")):
+        x = torch.ones(2, 8, 16, 16, device="cuda")
+        weight = torch.nn.Parameter(torch.ones(8, 8, 1, 1, device="cuda"))
+        result = F.conv2d(x.requires_grad_(), weight)
+        torch.cat((result, x), 1).sum().backward()
+    found = [tensor.nbytes for tensor in recorder.tensors if tensor.op == "aten.convolution_backward.default"]
+    assert found == [16_384, 16_384, 16_384, 256, 512]  # the input's, a copy, a copy, the weight's, two samples
+
+
+def test_the_backward_pass_of_a_group_norm_sums_per_channel_and_per_group() -> None:
+    recorder = Recorder()
+    with recording(recorder, target_for("h200", "cuda")):
+        norm = torch.nn.GroupNorm(4, 8, device="cuda")
+        norm(torch.ones(2, 8, 16, 16, device="cuda", requires_grad=True)).sum().backward()
+    found = [tensor.nbytes for tensor in recorder.tensors if tensor.op == "aten.native_group_norm_backward.default"]
+    assert found[-5:] == [64, 64, 32, 32, 64]

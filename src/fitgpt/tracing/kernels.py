@@ -20,8 +20,8 @@ from ..tapes import aten as scratch
 from .recorder import Recorder, TracedTensor
 
 ops = torch.ops.aten
-FEW_CHANNELS, SMALL_KERNEL = 4, 4            # of a convolution: that of images, for which cuDNN has other kernels
-MOST_PARTS, LARGEST_PARTS = 14, 8 * MiB      # of a convolution's weight gradient, which is summed in parts
+FEW_CHANNELS, SMALL_KERNEL = 4, 27  # of a convolution: that of images, for which cuDNN has other kernels
+TILE, LARGEST_PARTS = 128, 8 * MiB  # of a convolution's weight gradient: a matmul that is summed in parts
 FEW_ROWS = 32  # of an embedding whose gradients are not summed in parts: recorded with 2 and 32 rows, not with 514
 WORKSPACES: dict[str, Callable[[Platform], int]] = {
     "cublas workspace": lambda platform: platform.workspace, "cublaslt workspace": lambda _: scratch.CUBLASLT}
@@ -348,41 +348,56 @@ def convolution(call: Call) -> None:
     if last:
         if few:
             call.scratch(padded(source) + padded(weight))
-    elif few and (not half or source.dim() == 4) and max(weight.shape[2:]) <= SMALL_KERNEL:
+    elif few and (not half or source.dim() > 3) and prod(weight.shape[2:]) <= SMALL_KERNEL:
         return
     elif is_matmul(weight, call.args[3]):
         if not is_aligned(source):
             call.scratch(source.nbytes + result.nbytes)
     else:
-        call.scratch((padded(source) + padded(weight) if half else source.nbytes + weight.nbytes) + result.nbytes)
+        copied = [source] if prod(weight.shape[2:]) == 1 else [source, weight]
+        call.scratch(sum(padded(each) if half else each.nbytes for each in copied) + padded(result))
 
 
 def convolution_backward(call: Call) -> None:
     gradient, source, weight = call.args[:3]
     last = in_channels_last(source, weight)
-    contiguous(call, last, source, gradient)
+    is_slice = gradient.dim() == 4 and not gradient.is_contiguous() and not in_channels_last(gradient)
+    contiguous(call, last, source, *([] if is_slice else [gradient]))  # ConvShared.cpp copies slices twice
     kernel = [] if prod(weight.shape[2:]) == 1 else [weight]
-    direct = is_matmul(weight, call.args[4]) and is_aligned(source)
+    direct = is_matmul(weight, call.args[4]) and is_aligned(source) and gradient.shape[1] >= FEW_CHANNELS
     depthwise = is_depthwise(source, call.args[9])
+    few = source.shape[1] < FEW_CHANNELS
+    no_workspace = (few and not last and source.element_size() == 4 and source.dim() < 5
+                    and prod(weight.shape[2:]) <= SMALL_KERNEL)
     if isinstance(call.results[0], Tensor) and not depthwise:
         call.output(0)
-        if not last and not direct:
-            call.free(call.scratch(sum(each.nbytes for each in (source, gradient, *kernel))))
+        copy = [call.scratch(gradient.nbytes)] if is_slice else []
+        if not last and not direct and not no_workspace:
+            call.free(call.scratch(source.nbytes + padded(gradient) + sum(each.nbytes for each in kernel)))
+        call.free(*copy)
     if isinstance(call.results[1], Tensor) and not depthwise:
+        copy = [call.scratch(gradient.nbytes)] if is_slice else []
         call.output(1)
         copied = 0
-        if not last or source.shape[1] < FEW_CHANNELS:
-            copied = padded(source) + gradient.nbytes + sum(map(padded, kernel))
+        if not last or few:
+            copied = padded(source) + padded(gradient) + sum(map(padded, kernel))
         in_float32 = 4 * weight.numel()
-        nbytes = copied + min(MOST_PARTS * in_float32, LARGEST_PARTS)
+        nbytes = copied + min(parts_of_sum(weight, call.platform) * in_float32, LARGEST_PARTS)
         if direct and not last:  # a part per sample
             nbytes = min(nbytes, source.shape[0] * in_float32)
-        call.free(call.scratch(nbytes))
+        call.free(*([] if no_workspace else [call.scratch(nbytes)]), *copy)
     if isinstance(call.results[2], Tensor):
         call.output(2)
         dims = [dim for dim in range(gradient.dim()) if dim != 1]
         for nbytes in reduction_scratch(gradient, dims, call.platform):
             call.scratch(nbytes)
+
+
+def parts_of_sum(weight: Tensor, platform: Platform) -> int:
+    """Of a weight's gradient: as many as keep all multiprocessors busy. With one, its memory is not needed."""
+    tiles = -(-weight.shape[0] // TILE) * -(-weight.numel() // weight.shape[0] // TILE)
+    parts = platform.sms // tiles
+    return parts if parts > 1 else 0
 
 
 def is_depthwise(source: Tensor, groups: int) -> bool:
@@ -424,6 +439,14 @@ def group_norm(call: Call) -> None:
     call.output(0, 1, 2)
     for _ in range(2):
         call.scratch(4 * samples * channels)
+
+
+def group_norm_backward(call: Call) -> None:
+    """Sums per channel and per group: group_norm_kernel.cu."""
+    samples, channels, groups = call.args[5], call.args[6], call.args[8]
+    call.output(0, 1, 2)
+    for count in (channels, channels, groups, groups, channels):
+        call.scratch(4 * samples * count)
 
 
 # ---- norms
@@ -601,6 +624,7 @@ KERNELS: dict[Any, Callable[[Call], None]] = {
     ops.convolution.default: convolution,
     ops.convolution_backward.default: convolution_backward,
     ops.native_group_norm.default: group_norm,
+    ops.native_group_norm_backward.default: group_norm_backward,
     ops.index.Tensor: index,
     ops.index_put.default: index_put,
     ops.index_put_.default: index_put,

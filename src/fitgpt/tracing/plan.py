@@ -24,7 +24,7 @@ from ..planning.forecast import Forecast, OwnerShare, TrackRecord, alive_after, 
 from ..planning.plan import GpuVerdict, PrintedPlan, every_gpu
 from ..planning.plan_file import document
 from .recorder import LOAD
-from .trace_file import Kind, Trace
+from .trace_file import EMPTIED, Kind, Trace
 
 SCRIPT = "script"          # Forecast.trainer
 CONVOLUTIONS = "script, convolutions"  # their own recorded runs
@@ -97,8 +97,10 @@ class TracedPlan(PrintedPlan):
 
     @property
     def peak(self) -> PeakMemory:
-        """Without the compiler's own plan, the upper end of its range."""
-        if self.trace.compiled and not self.trace.planned:
+        """The upper end of the range without the compiler's own plan, and after empty_cache(): which addresses the
+        driver uses again is not known.
+        """
+        if (self.trace.compiled and not self.trace.planned) or EMPTIED in self.trace.events:
             most = self.forecast.reserved_range[1]
             return PeakMemory(min(self.forecast.allocated, most), most)
         return PeakMemory(self.timeline.peak, self.timeline.reserved)

@@ -184,6 +184,19 @@ def held_out_part(name: str, group: str) -> str:
                      "reserved, today", "allocated, today"], rows)
 
 
+def held_out_summary_part() -> str:
+    """Of language models."""
+    rows = []
+    for name in HELD_OUT:
+        found = [run for run in held_out_runs(name) if run.group == LANGUAGE]
+        before = [errors[0] for run in found if (errors := held_out_errors(run))]
+        rows.append([f"[{name}](../bench/trace_cases/{name})", str(len(found)), str(before.count(0)),
+                     *(str(sum(-0.5 <= error <= 1 for error in errors))
+                       for errors in (before, [run.percents()[0] for run in found]))])
+    return markdown(["set", "language models", "reserved to the byte, held out", "within -0.5 and +1 %, held out",
+                     "within these bounds today"], rows)
+
+
 def compiled_part() -> str:
     """What compiled scripts reserved, as a share of their trace."""
     rows = [[run.name, f"{run.measured.reserved_bytes / MiB:,.0f}", "compiled" if run.trace.planned else "eager",
@@ -284,11 +297,12 @@ def estimators_part() -> str:
     return markdown(["estimator", "runs", "median error", "errors", "runs more than 0.5 % low"], rows)
 
 
-PARTS = {"traces": table_part, "traces_held_out": held_out_part, "trace_summary": summary_part,
-         "trace_compiled": compiled_part, "trace_estimators": estimators_part}
+PARTS = {"traces": table_part, "trace_summary": summary_part, "traces_held_out": held_out_part,
+         "traces_held_out_summary": held_out_summary_part, "trace_compiled": compiled_part,
+         "trace_estimators": estimators_part}
 
 if __name__ == "__main__":
-    for part in (summary_part(), table_part(LANGUAGE), table_part(CONVOLUTION), compiled_part(),
+    for part in (summary_part(), held_out_summary_part(), table_part(LANGUAGE), table_part(CONVOLUTION),
                  *(held_out_part(name, group) for name in HELD_OUT
-                   for group in (LANGUAGE, CONVOLUTION, COMPILED_GROUP)), estimators_part()):
+                   for group in sorted({run.group for run in held_out_runs(name)})), compiled_part(), estimators_part()):
         print(part)

@@ -17,14 +17,20 @@ def put(*sizes: int, large_weight: bool = True) -> list[int]:
 
 
 def test_a_new_range_lies_below_all_others() -> None:
-    found = put(40, 200, 40, 1000)
+    found = put(200, 300, 1000)
     assert found == sorted(found, reverse=True)
+
+
+def test_after_a_large_weight_ranges_of_128_mib_lie_above_it() -> None:
+    weight, first, large, second, other = put(40, 200, 40, 40)
+    assert large < weight < second < first
+    assert other < large, "of 128 MiB nothing was left"
 
 
 def test_the_rest_of_a_range_of_32_mib_is_filled_upwards() -> None:
     weight, large, first, second, other = put(200, 20, 4, 4)
     assert large < first < second < weight
-    assert other < large, "of 224 MiB nothing was left"
+    assert other > weight, "of 224 MiB nothing was left"
 
 
 def test_the_newest_gap_comes_first() -> None:

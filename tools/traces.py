@@ -30,7 +30,7 @@ from memory_page import markdown  # noqa: E402
 
 RECORDED = ROOT / "tests" / "recorded" / "traces"
 HELD_OUT = ("held_out", "held_out_2", "held_out_3")  # traced before they were measured
-LANGUAGE, CONVOLUTION, COMPILED_GROUP = "language", "convolution", "compiled"
+LANGUAGE, CONVOLUTION, COMPILED_GROUP, OTHER = "language", "convolution", "compiled", "other"
 H200 = target_for("h200", "cuda", torch="2.11")
 BITSANDBYTES, INT8_LAYERS = "bitsandbytes", "int8"  # the latter's memory depends on values, too
 Row = dict[str, Any]
@@ -130,17 +130,15 @@ def traced(group: str) -> list[TracedRun]:
 
 def basis(gpu: str, torch: str) -> list[Row]:
     """Rows of src/fitgpt/planning/track_record.csv, by its COLUMNS: a script has no shape that fitgpt knows."""
-    found = []
-    for group, trainer in ((LANGUAGE, SCRIPT), (BITSANDBYTES, SCRIPT), (CONVOLUTION, CONVOLUTIONS)):
-        for run in traced(group):
-            found.append({**dict.fromkeys(COLUMNS, ""), "trainer": trainer, "gpu": gpu, "torch": torch,
-                          "name": run.name, "mode": "eager", "options": " ".join(run.row["args"]),
-                          "allocated_bytes": run.measured.allocated_bytes,
-                          "reserved_bytes": run.measured.reserved_bytes,
-                          "forecast_allocated_bytes": run.forecast.allocated_bytes,
-                          "forecast_reserved_bytes": run.forecast.reserved_bytes, "figures": 2,
-                          "worst_percent": round(max(run.percents(), key=abs), 3)})
-    return found
+    trainers = {LANGUAGE: SCRIPT, BITSANDBYTES: SCRIPT, OTHER: SCRIPT, CONVOLUTION: CONVOLUTIONS}
+    return [{**dict.fromkeys(COLUMNS, ""), "trainer": trainers[run.group], "gpu": gpu, "torch": torch,
+             "name": run.name, "mode": "eager", "options": " ".join(run.row["args"]),
+             "allocated_bytes": run.measured.allocated_bytes, "reserved_bytes": run.measured.reserved_bytes,
+             "forecast_allocated_bytes": run.forecast.allocated_bytes,
+             "forecast_reserved_bytes": run.forecast.reserved_bytes, "figures": 2,
+             "worst_percent": round(max(run.percents(), key=abs), 3)}
+            for run in [*runs(), *(run for name in HELD_OUT for run in held_out_runs(name))]
+            if run.group in trainers and run.trace is not None]
 
 
 # ---- tables
@@ -302,7 +300,7 @@ PARTS = {"traces": table_part, "trace_summary": summary_part, "traces_held_out":
          "trace_estimators": estimators_part}
 
 if __name__ == "__main__":
+    held_out = [(name, group) for name in HELD_OUT for group in sorted({run.group for run in held_out_runs(name)})]
     for part in (summary_part(), held_out_summary_part(), table_part(LANGUAGE), table_part(CONVOLUTION),
-                 *(held_out_part(name, group) for name in HELD_OUT
-                   for group in sorted({run.group for run in held_out_runs(name)})), compiled_part(), estimators_part()):
+                 *(held_out_part(*each) for each in held_out), compiled_part(), estimators_part()):
         print(part)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +14,7 @@ from typing import Any
 import pytest
 
 from fitgpt.commands.main import main
-from fitgpt.core.errors import UsageError
+from fitgpt.core.errors import STOPPED_AT_ONCE, UsageError
 from fitgpt.core.units import MiB
 from fitgpt.memory.platform import Platform
 from fitgpt.memory.tape import Event
@@ -201,3 +205,19 @@ def test_options_of_the_script_are_left_to_it(tmp_path: Path, capfd: pytest.Capt
     assert "['--json', '--help']" in captured.err
     assert f"{script} ended with exit code 3." in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="signals and process groups")
+def test_ctrl_c_ends_a_script_that_is_traced_without_a_traceback(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import signal\nprint('ready', flush=True)\nsignal.pause()\n", encoding="utf-8")
+    command = [sys.executable, "-m", "fitgpt", "trace", "--gpu", "4070", str(script)]
+    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to both processes
+        printed, _ = process.communicate(timeout=60)
+    assert printed == "fitgpt: stopped.\n"
+    assert process.returncode == STOPPED_AT_ONCE

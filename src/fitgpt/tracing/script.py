@@ -20,7 +20,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from types import TracebackType
 
-from ..core.errors import CannotTrace, ScriptFailed, UsageError
+from ..core.errors import STOPPED_AT_ONCE, CannotTrace, ScriptFailed, UsageError
 from ..planning.budget import target_for
 from .trace_file import Trace, from_json, to_json, trace_of
 
@@ -180,4 +180,7 @@ def shown(error: BaseException, script: str) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    try:
+        main(sys.argv[1])
+    except KeyboardInterrupt:  # the parent says that it stopped
+        sys.exit(STOPPED_AT_ONCE)

@@ -29,10 +29,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "src"))
+
+from fitgpt.tracing.trace_file import from_json, to_json  # noqa: E402
+
 CASES = ROOT / "bench" / "trace_cases"
 TOKENS = 200_000       # of nanoGPT's data
 GPU = "h200"
@@ -273,10 +278,22 @@ def traced(case: Row, options: argparse.Namespace, out: Path) -> Row:
             return {"error": f"not done after {options.seconds} s"}
     if done.returncode not in (0, 1) or not done.stdout.strip():
         return {"error": done.stderr[-1500:] or f"exit code {done.returncode}"}
-    with lzma.open(f"{saved}.xz", "wb") as file:
-        file.write(saved.read_bytes())
+    with lzma.open(f"{saved}.xz", "wt", encoding="utf-8") as file:
+        file.write(without_folders(saved.read_text(encoding="utf-8"), [CASES, folder]))
     plan = json.loads(done.stdout[done.stdout.index("{"):])
     return {"steps": plan["steps"], "peak": plan["peak"], "not_seen": plan.get("not_seen"), "torch": plan["torch"]}
+
+
+def without_folders(saved: str, folders: list[Path]) -> str:
+    """A saved trace whose files have names relative to these folders, or to one that modules come from."""
+    trace = from_json(saved)
+    prefixes = [f"{each}{os.sep}" for each in (*folders, *os.environ.get("PYTHONPATH", "").split(os.pathsep)) if each]
+
+    def relative(name: str) -> str:
+        return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
+
+    return to_json(replace(trace, command=tuple(map(relative, trace.command)),
+                           tensors=tuple(kind._replace(source=relative(kind.source)) for kind in trace.tensors)))
 
 
 # ---- compared

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import lzma
+import re
 from pathlib import Path
 from statistics import median
 
@@ -42,6 +44,12 @@ def test_every_case_was_recorded() -> None:
     assert cases.keys() == found.keys()
     for name, of_set in cases.items():
         assert {case["name"] for case in of_set} == {run.name for run in found[name]}
+
+
+def test_stored_traces_name_no_folder_of_the_machine_that_made_them() -> None:
+    found = [path for path in (Path(__file__).parents[1]).rglob("*.json.xz")
+             if re.search(r'"(/|[A-Z]:)', lzma.decompress(path.read_bytes()).decode())]
+    assert found == []
 
 
 def test_at_least_40_runs_of_12_architectures_of_language_models_are_traced() -> None:

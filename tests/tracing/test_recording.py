@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import fitgpt
 from fitgpt.config.run_config import RunConfig
@@ -24,10 +25,10 @@ from fitgpt.memory.tape import Tape
 from fitgpt.memory.timeline import replay
 from fitgpt.planning.budget import Target, target_for
 from fitgpt.tapes import nanogpt
-from fitgpt.tracing.device import SKIPPED_STEPS
+from fitgpt.tracing.device import NO_LARGER_NUMBERS, SKIPPED_STEPS
 from fitgpt.tracing.errors import Untraceable
 from fitgpt.tracing.modules import NO_OPTIMIZER, StepsDone
-from fitgpt.tracing.patches import NO_FAST_PATH
+from fitgpt.tracing.patches import CUDA_GRAPHS, NO_FAST_PATH
 from fitgpt.tracing.recorder import Recorder
 from fitgpt.tracing.saving import saving_nothing
 from fitgpt.tracing.script import run
@@ -194,6 +195,17 @@ def test_a_size_that_depends_on_unknown_values_is_rejected() -> None:
             scores[scores > 0.5]
 
 
+def test_counts_of_unknown_numbers_are_as_many_as_asked_for() -> None:
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        chosen = torch.empty(100, 8, device="cuda").softmax(-1).argmax(-1)
+        assert chosen.bincount(minlength=8).shape == (8,)
+        assert torch.bincount(chosen, torch.ones(100, device="cuda"), 8).dtype == torch.float32
+        with pytest.raises(Untraceable, match="bincount"):
+            chosen.bincount()
+    assert NO_LARGER_NUMBERS in recorder.notes
+
+
 def test_a_mask_that_came_from_the_host_is_known() -> None:
     with recording(Recorder(), RTX):
         mask = torch.tensor([True, False, True]).to("cuda")
@@ -295,6 +307,62 @@ def test_a_compiled_model_is_traced_as_its_compiler_plans_it() -> None:
     assert saved[False] - saved[True] == 1024 * 256 * 4
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("compiler")
+def test_compiled_flex_attention_keeps_its_result_and_a_sum_per_row_and_no_mask() -> None:
+    """torch/_inductor/kernel/flex/flex_attention.py: while it runs, the largest scores of the rows, too, and in the
+    backward pass a sum per row. Each batch has a mask of its own, of another document's length."""
+    recorder, tensor, row = Recorder(), 2 * 4 * 256 * 64 * 2, 2 * 4 * 256 * 4
+    with recording(recorder, RTX):
+        attention = torch.compile(flex_attention)
+        inputs = torch.ones(3, 2, 4, 256, 64, dtype=torch.bfloat16, device="cuda").requires_grad_().unbind()
+        before = []
+        for _ in range(3):
+            document = torch.zeros(256, dtype=torch.int64, device="cuda")
+            mask = create_block_mask(lambda b, h, q, k, document=document: document[q] == document[k], None, None, 256,
+                                     256, device="cuda")
+            torch.cuda.reset_peak_memory_stats()
+            before.append(recorder.allocated)
+            result = attention(*inputs, block_mask=mask)
+            assert (recorder.allocated - before[-1], recorder.peak - before[-1]) == (tensor + row, tensor + 2 * row)
+            assert result.stride() == inputs[0].stride()
+            gradient = torch.ones_like(result)
+            torch.cuda.reset_peak_memory_stats()
+            held = recorder.allocated
+            gradients = torch.autograd.grad(result, inputs, gradient)
+            assert recorder.peak - held == 3 * tensor + row
+            del result, gradient, gradients, mask, document
+        assert before[1:] == before[:1] * 2
+    assert (recorder.compiled, recorder.unplanned) == (True, "")
+
+
+def test_a_compiled_block_mask_holds_no_mask_of_all_pairs_of_tokens() -> None:
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        mask = torch.compile(create_block_mask)(lambda b, h, q, k: q >= k, None, None, 1024, 1024, device="cuda")
+        assert recorder.allocated == recorder.peak > 0
+        del mask
+    assert recorder.allocated == 0
+    assert recorder.compiled
+
+
+@pytest.mark.parametrize("options", [{"backend": "eager"}, {"disable": True}])
+def test_a_model_that_is_not_compiled_after_all_is_traced_eager(options: dict[str, Any]) -> None:
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        for model in (torch.compile(nn.Linear(4, 4), **options), nn.Linear(4, 4)):
+            model.compile(**options)
+            model.to("cuda")(torch.ones(2, 4, device="cuda"))
+    assert not recorder.compiled
+
+
+def test_cuda_graphs_of_the_compiler_are_said_to_keep_memory() -> None:
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        torch.compile(nn.Linear(4, 4), mode="reduce-overhead")
+    assert CUDA_GRAPHS in recorder.notes
+
+
 def test_a_compiled_model_that_branches_on_values_runs_eager_and_the_trace_says_so() -> None:
     class Branch(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -377,6 +445,9 @@ def test_inference_mode_casts_weights_at_each_use() -> None:
     ("torch.save({}, 'model.pt')\nopen('model.pt', 'rb')", CannotTrace,
      "train.py, line 3: the script loads model.pt, which it saved before"),
     ("torch.from_dlpack(torch.ones(3, device='cuda'))", CannotTrace, "train.py, line 2: a trace cannot do this"),
+    ("from torch.nn.attention.flex_attention import flex_attention\n"
+     "flex_attention(*torch.ones(3, 1, 1, 16, 16, device='cuda'))", CannotTrace,
+     "train.py, line 3: flex_attention() is not compiled"),
 ])
 def test_what_only_a_trace_cannot_do_is_told_from_what_the_script_does_wrong(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, error: type[FitError], says: str) -> None:

@@ -15,16 +15,21 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from .device import CARD, META, TracedGpu, _inside
 from .errors import Untraceable
+from .flex_attention import copy_mask
 from .monkeypatch import Patches
 
 CHECKPOINT_OPTIONS = {"use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop"}
+CONSTANTS = (bool, int, float, complex, str, NoneType, FunctionType, BuiltinFunctionType, torch.dtype, torch.device)
 TIMED_VARIANTS = 2  # of a generated kernel, at its first run
 
 
@@ -33,7 +38,7 @@ class Compiler:
 
     def __init__(self, device: TracedGpu) -> None:
         self.device = device
-        self._compiling, self._checkpoints = False, 0
+        self.is_compiling, self._checkpoints = False, 0
         self._timed: set[str] = set()  # kernels that ran before
 
     def compile(self, function: Any) -> Callable[..., Any]:
@@ -42,7 +47,7 @@ class Compiler:
         eager = function._call_impl if isinstance(function, nn.Module) else function
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._compiling:  # part of something that is compiled as a whole
+            if self.is_compiling:  # part of something that is compiled as a whole
                 return eager(*args, **kwargs)
             self.device.recorder.compiled = True
             key = _key((args, kwargs)), torch.is_grad_enabled(), getattr(function, "training", None)
@@ -54,7 +59,8 @@ class Compiler:
                 try:
                     # The context tells Inductor which saved tensors the backward pass may overwrite.
                     with self._compilation(), tracing(TracingContext(FakeTensorMode())):
-                        known[key] = self._aot(function)
+                        compiled = self._aot(function, args, kwargs)
+                        known[key] = lambda *args, **kwargs: compiled(args, kwargs)
                         return known[key](*args, **kwargs)
                 except Untraceable:
                     raise
@@ -68,7 +74,7 @@ class Compiler:
     def checkpoint(self, original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
         """torch.utils.checkpoint.checkpoint: in compiled code a mark on what the backward pass computes again, as
         TagActivationCheckpoint in torch/_higher_order_ops/wrap.py makes it."""
-        if not self._compiling:
+        if not self.is_compiling:
             return original(function, *args, **kwargs)
         from torch.fx import traceback
         from torch.utils.checkpoint import CheckpointPolicy
@@ -86,17 +92,25 @@ class Compiler:
         recorder = self.device.recorder
         recorder.unplanned = recorder.unplanned or f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
-    def _aot(self, function: Any) -> Callable[..., Any]:
+    def _aot(self, function: Any, *given: Any) -> Callable[..., Any]:
+        """`given`: positional and named arguments. Those that are not tensors are constants of the compiled code."""
         from torch._functorch.aot_autograd import aot_function
         from torch._inductor import lowering  # noqa: F401 - decompositions look for it there
         from torch._inductor.decomposition import select_decomp_table
+
+        leaves, structure = tree_flatten(given)
+        count = len(leaves)
+        constants = {place: _constant(leaf) for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
 
         def held() -> dict[str, Tensor]:
             """Parameters and buffers, which are inputs of the graphs."""
             return {**dict(function.named_parameters()), **dict(function.named_buffers())} \
                 if isinstance(function, nn.Module) else {}
 
-        def call(held: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        def call(held: dict[str, Tensor], *tensors: Tensor) -> Any:
+            rest = iter(tensors)
+            args, kwargs = tree_unflatten([constants[place] if place in constants else next(rest)
+                                           for place in range(count)], structure)
             return torch.func.functional_call(function, held, args, kwargs) if held else function(*args, **kwargs)
 
         compiled = aot_function(
@@ -105,7 +119,7 @@ class Compiler:
             inference_compiler=functools.partial(self._compiled, "inference"), partition_fn=functools.partial(
                 _partition, len(held())), decompositions=select_decomp_table(), num_params_buffers=len(held()),
             keep_inference_input_mutations=True)
-        return lambda *args, **kwargs: compiled(held(), *args, **kwargs)
+        return lambda *given: compiled(held(), *(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)))
 
     def _compiled(self, kind: str, graph: Any, inputs: Any) -> Callable[[list[Any]], Any]:
         """The code of one of the two graphs, or of the only one without gradients."""
@@ -130,7 +144,7 @@ class Compiler:
         """Inside, tensors are plain tensors on `meta`, and nothing is recorded."""
         from torch.utils._python_dispatch import _disable_current_modes
 
-        was, self._compiling = self._compiling, True
+        was, self.is_compiling = self.is_compiling, True
         flag = torch.compiler._is_compiling_flag  # programs ask torch.compiler.is_compiling()
         torch.compiler._is_compiling_flag = True
         _inside.depth = getattr(_inside, "depth", 0) + 1
@@ -139,7 +153,7 @@ class Compiler:
                 yield
         finally:
             _inside.depth -= 1
-            self._compiling, torch.compiler._is_compiling_flag = was, flag
+            self.is_compiling, torch.compiler._is_compiling_flag = was, flag
 
     def _code(self, graph: Any, kind: str) -> Callable[[list[Any]], Any]:
         """Inductor's code for a graph on `meta`, compiled for the GPU."""
@@ -224,7 +238,22 @@ def _key(given: Any) -> Any:
         return tuple((name, _key(value)) for name, value in given.items())
     if isinstance(given, list | tuple):
         return type(given), *map(_key, given)
+    if isinstance(given, FunctionType):
+        return given.__code__  # another one for each batch may be the same code
+    if isinstance(given, BlockMask):
+        return _key(given.as_tuple()[:-1])
     return repr(given)
+
+
+def _constant(given: Any) -> Any:
+    """A mask of flex_attention without its memory, which the compiled code does not own; others as they are."""
+    if isinstance(given, BlockMask):
+        mask = copy_mask(given)
+        mask.mask_mod = noop_mask  # it may refer to tensors, too
+        return mask
+    if isinstance(given, CONSTANTS):
+        return given
+    raise TypeError(f"an argument of type {type(given).__name__}")
 
 
 def _partition(held: int, graph: Any, inputs: Any, **kwargs: Any) -> Any:

@@ -37,6 +37,7 @@ UNKNOWN_CONVOLUTIONS = ("cuDNN chooses the kernels of convolutions on the GPU: t
                         "of the memory, are estimated.")
 SKIPPED_STEPS = ("Gradients are taken to be finite. GradScaler skips steps whose gradients overflow, often the first "
                  "ones: the optimizer's state is then allocated later, and more or less memory may be reserved.")
+NO_LARGER_NUMBERS = "torch.bincount is taken to have `minlength` results: no number is as large."
 CARD, META, HOST = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
 # Random numbers for weights of the host: a core draws 0.4 billion per second.
 DRAWN_AT_ONCE, MOST_DRAWN = 64 * 1024, 2**31
@@ -354,7 +355,7 @@ class TracedGpu(TorchDispatchMode):
             self.recorder.has_scores(tuple(results[0].shape))
         if func is ops._log_softmax.default:
             self.recorder.has_loss_over(results[0].shape[args[1]] if results[0].dim() else 0)
-        if "_scaled_dot_product" in name:
+        if "attention" in name:
             owner = "attention"
         call = Call(func, args, kwargs, results, self.platform, self.recorder, self._workspaces, thread, owner,
                     lambda tensor, owner: self.keep(tensor, owner, name), lambda tensor: self.put(tensor, HOST))
@@ -433,6 +434,13 @@ class TracedGpu(TorchDispatchMode):
 
     def _data_dependent(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = self.values.evaluate(func, args, kwargs, assume=False)
+        if result is None and func is ops.bincount.default and (length := kwargs.get("minlength", (*args, 0, 0)[2])):
+            self.recorder.notes[NO_LARGER_NUMBERS] = None
+            weights = kwargs.get("weights", (*args, None)[1])
+            result = args[0].new_empty(length, dtype=torch.int64 if weights is None else
+                                       torch.float32 if weights.dtype == torch.float32 else torch.float64)
+            self.keep(result, "", str(func))
+            return result
         if result is None:
             raise Untraceable(f"{func} gives a result whose size depends on values, which a trace does not have.",
                               "Trace the script with a fixed size there, as large as it gets, or with torch.where.")

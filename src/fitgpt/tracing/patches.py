@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.parameter import is_lazy
 
 from ..planning.budget import Target
-from . import bitsandbytes
+from . import bitsandbytes, flex_attention
 from .device import CARD, HOST, META, TracedGpu, _inside, device_of, first_gpu, made_up
 from .errors import PROCESSES, Untraceable
 from .monkeypatch import Patches
@@ -28,6 +29,9 @@ from .values import is_stand_in
 
 real_device = torch.device
 real_data: Any = torch._C.TensorBase.data
+WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
+CUDA_GRAPHS = ("torch.compile in this mode uses CUDA graphs, which keep memory of their own: more may be reserved than "
+               "stated. mode=\"max-autotune-no-cudagraphs\" uses none.")
 NO_FAST_PATH = "nn.TransformerEncoder is evaluated in the kernels of training: on a GPU it may need less memory."
 
 
@@ -435,17 +439,26 @@ def _compilers(patches: Patches, device: TracedGpu) -> None:
 
     compiler = Compiler(device)
 
-    def compile(model: Any = None, **_: Any) -> Any:
+    def is_eager(backend: Any = "inductor", disable: bool = False, mode: str | None = None, **_: Any) -> bool:
+        if mode in WITH_CUDA_GRAPHS:
+            device.recorder.notes[CUDA_GRAPHS] = None
+        return disable or getattr(backend, "__name__", backend) == "eager"
+
+    def compile(model: Any = None, **options: Any) -> Any:
         if model is None:
-            return compile
-        if getattr(model, "__module__", "").startswith("bitsandbytes."):  # on a GPU it has kernels of its own instead
+            return functools.partial(compile, **options)
+        # What bitsandbytes compiles has kernels of its own on a GPU.
+        if is_eager(**options) or getattr(model, "__module__", "").startswith("bitsandbytes."):
             return model
+        if model is create_block_mask and not compiler.is_compiling:
+            return functools.partial(flex_attention.create_mask_compiled, device)
         if isinstance(model, torch.nn.Module):
             return CompiledModule(model, compiler.compile(model))
         return functools.wraps(model)(compiler.compile(model))
 
-    def compile_in_place(module: torch.nn.Module, *_: Any, **__: Any) -> None:
-        module._compiled_call_impl = compiler.compile(module)
+    def compile_in_place(module: torch.nn.Module, **options: Any) -> None:
+        if not is_eager(**options):
+            module._compiled_call_impl = compiler.compile(module)
 
     patches.set(torch, "compile", compile)
     patches.set(torch.nn.Module, "compile", compile_in_place)
@@ -455,6 +468,7 @@ def _compilers(patches: Patches, device: TracedGpu) -> None:
         **checkpoint._allowed_determinism_checks_to_fns,
         checkpoint._DEFAULT_DETERMINISM_MODE: lambda tensor: {"shape": tensor.shape, "dtype": tensor.dtype}})
     patches.set(torch.jit, "script", lambda function=None, *_, **__: function)
+    flex_attention.install(patches, device, lambda: compiler.is_compiling)
 
 
 class CompiledModule(torch.nn.Module):

@@ -206,6 +206,23 @@ def test_counts_of_unknown_numbers_are_as_many_as_asked_for() -> None:
     assert NO_LARGER_NUMBERS in recorder.notes
 
 
+@pytest.mark.parametrize("size", [lambda x: (x > 3).sum(1).max().item(), lambda x: int(x.max()),
+                                  lambda x: x.argmax(1).tolist()[0]], ids=["item", "int", "tolist"])
+def test_a_whole_number_that_a_model_reads_from_the_gpu_is_stated(size: Callable[[torch.Tensor], int]) -> None:
+    class Truncated(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[:, :size(x)]
+
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        model, numbers = Truncated(), torch.randint(10, (4, 8), device="cuda")
+        numbers.sum().item()  # a count, outside of a model
+        model(torch.arange(8).repeat(4, 1).to("cuda"))  # known
+        assert not recorder.notes
+        model(numbers)
+    assert [note for note in recorder.notes if "test_recording.py, line" in note and "whole number" in note]
+
+
 def test_a_mask_that_came_from_the_host_is_known() -> None:
     with recording(Recorder(), RTX):
         mask = torch.tensor([True, False, True]).to("cuda")
@@ -448,6 +465,11 @@ def test_inference_mode_casts_weights_at_each_use() -> None:
     ("from torch.nn.attention.flex_attention import flex_attention\n"
      "flex_attention(*torch.ones(3, 1, 1, 16, 16, device='cuda'))", CannotTrace,
      "train.py, line 3: flex_attention() is not compiled"),
+    ("counts = torch.bincount(torch.rand(8, 4, device='cuda').argmax(1), minlength=4).tolist()\n"
+     "torch.ones(8, device='cuda').split(counts)", CannotTrace,
+     "train.py, line 2 reads a whole number from the GPU, which a trace makes up, and then"),
+    ("torch.rand(8, device='cuda').argmax().item()\nmodel = torch.nn.Linear(1, 1).to('cuda')\n"
+     "model(torch.ones(1, device='cuda'))\nraise ValueError('another phase')", ScriptFailed, "another phase"),
 ])
 def test_what_only_a_trace_cannot_do_is_told_from_what_the_script_does_wrong(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, error: type[FitError], says: str) -> None:

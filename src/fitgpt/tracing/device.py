@@ -248,6 +248,7 @@ class TracedGpu(TorchDispatchMode):
         """An operation on tensors of the host that have no storage, or on the program's own `meta` tensors."""
         if place == HOST:
             if func is ops._local_scalar_dense.default:
+                self._read(args[0])
                 return _any_value(args[0].dtype)
             if func is ops.copy_.default and not is_stand_in(args[0]):
                 return args[0]
@@ -272,8 +273,8 @@ class TracedGpu(TorchDispatchMode):
         if func.namespace == "bitsandbytes":  # its kernels for CUDA are Python code: see bitsandbytes.py
             return self._run_kernel(func, args, kwargs)
         if func is ops._local_scalar_dense.default:
-            known = self.values.of(args[0])
-            return known.item() if known is not None else _any_value(args[0].dtype)
+            known = self._read(args[0])
+            return _any_value(args[0].dtype) if known is None else known.item()
         if func is ops.equal.default:
             known = self.values.evaluate(func, args, kwargs)
             return True if known is None else known
@@ -379,8 +380,15 @@ class TracedGpu(TorchDispatchMode):
 
     # ---- particular operations
 
+    def _read(self, tensor: Tensor) -> Tensor | None:
+        """The values of a tensor for the program; None if they are unknown."""
+        known, whole = self.values.of(tensor), not tensor.is_floating_point() and tensor.dtype != torch.bool
+        if whole and (known is None or self.values.is_assumed(tensor)):
+            self.recorder.makes_up_a_number()
+        return known
+
     def _to_host(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-        known = self.values.of(tensor)
+        known = self._read(tensor)
         dtype = dtype or tensor.dtype
         if known is not None:
             return known.to(dtype, copy=True)

@@ -19,6 +19,7 @@ from ..memory.timeline import replay
 
 LOAD, FORWARD, BACKWARD, OPTIMIZER, EVALUATION = "load", "forward", "backward", "optimizer", "eval"
 PACKAGE = os.path.dirname(os.path.abspath(__file__))
+MADE_UP = "{} reads a whole number from the GPU, which a trace makes up. Where a size depends on it, the plan is wrong."
 # Owners that a tensor keeps, whatever happens to it later.
 SETTLED = {"weights", "workspace", "casts"}
 
@@ -63,6 +64,7 @@ class Recorder:
     embeddings: set[int] = field(default_factory=set)  # rows of each, positions' among them
     scores: set[tuple[int, ...]] = field(default_factory=set)  # shapes of attention's score matrices: see `has_scores`
     processes: str = ""      # the line that started the first process, other than a DataLoader's
+    made_up: str = ""        # the line that last read a whole number of the GPU that is not known, in this phase
     origin: str = ""         # the module whose gradients a backward pass computes now
     compiled: bool = False   # whether something ran that torch.compile was given
     unplanned: str = ""      # why some of it ran eager: the compiler's error
@@ -70,7 +72,7 @@ class Recorder:
     def enter(self, phase: str) -> None:
         """The program enters another phase."""
         if phase != self.phase:
-            self.phase = phase
+            self.phase, self.made_up = phase, ""
             if self.phases[-1][1] == len(self.events):
                 self.phases[-1] = phase, len(self.events)
             else:
@@ -95,6 +97,12 @@ class Recorder:
         used = [self.alloc(nbytes, op, "workspace") for nbytes in sizes]
         for each in reversed(used):
             self.free(each)
+
+    def makes_up_a_number(self) -> None:
+        """The program reads a whole number that is not known. In a model it may be a size; elsewhere it is a count."""
+        self.made_up = source_line()
+        if self.modules:
+            self.notes[MADE_UP.format(", line ".join(self.made_up.rsplit(":", 1)))] = None
 
     def empty_cache(self) -> None:
         self.events.append((False, None))

@@ -127,6 +127,11 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
             raise CannotTrace(f"{place(error.__traceback__)}: a trace cannot do this without a GPU: "
                               f"{type(error).__name__}: {error}",
                               ONE_PROCESS if "NCCL" in str(error) else WORKAROUND) from None
+        if recorder.made_up:
+            reason = traceback.format_exception_only(error)[-1].splitlines()[0]
+            raise CannotTrace(f"{', line '.join(recorder.made_up.rsplit(':', 1))} reads a whole number from the GPU, "
+                              f"which a trace makes up, and then {place(error.__traceback__)} fails: {reason}",
+                              "Trace the script with a number from the CPU there.") from None
         raise ScriptFailed(f"{script} failed, as it would without fitgpt.", shown(error, script)) from None
     recorder.notes[NO_VALUES] = None
     if not recorder.tensors and recorder.processes:

@@ -41,6 +41,9 @@ class Values:
         made = torch.empty(0, dtype=tensor.dtype)
         return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
+    def is_assumed(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._assumed
+
     def know(self, tensor: Tensor, values: Tensor) -> None:
         """States a tensor's values, if they are few."""
         self._know(tensor, values, False)
@@ -62,8 +65,8 @@ class Values:
     def compute(self, func: Any, args: Any, kwargs: Any, results: list[Any]) -> None:
         """Values of the results of an operation: from known arguments, else assumed ones.
 
-        Assumed: a number is 1.0, a flag is not set, everything is finite. They answer a program's questions, and sizes
-        never depend on them.
+        Assumed: a number is 1.0, a flag is not set, everything is finite. They answer a program's questions; a size
+        that depends on them is an error, or noted where the program reads it as a number.
         """
         tensors = [each for each in results if isinstance(each, Tensor)]
         if not tensors or not all(map(_few, tensors)):
@@ -135,14 +138,14 @@ class Values:
                 self._assumed.add(key)
 
     def _any_assumed(self, args: Any, kwargs: Any) -> bool:
-        return any(each.untyped_storage()._cdata in self._assumed for each in tensors_in((args, [*kwargs.values()])))
+        return any(map(self.is_assumed, tensors_in((args, [*kwargs.values()]))))
 
     def _on_host(self, given: Any, assume: bool) -> Any:
         if isinstance(given, Tensor):
             if not is_stand_in(given):
                 return given
             known = self.of(given)
-            if known is None or (given.untyped_storage()._cdata in self._assumed and not assume):
+            if known is None or (self.is_assumed(given) and not assume):
                 raise _Unknown
             return known
         if isinstance(given, tuple | list):

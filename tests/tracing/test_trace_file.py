@@ -115,6 +115,14 @@ def test_batches_of_different_sizes_are_named() -> None:
     assert not any("Batches" in note for note in notes(512, 512))
 
 
+def test_the_same_tensors_in_another_order_are_no_other_batch() -> None:
+    shapes = (4, 8), (16,), (16,), (4, 8)
+    kinds = [Kind(8, "data", "aten._to_copy", "", "train.py:5", "int64", shape) for shape in shapes]
+    trace = replace(small_trace(), tensors=(*kinds, STATE), events=(0, 0, 2, 1, 0, 0, 4, 3, 0),
+                    phases=(("forward", 0),), steps=(4, 9))
+    assert not any("Batches" in note for note in plan_trace(trace, target_for("4070", "cuda", torch="2.11")).notes)
+
+
 def test_changes_are_arithmetic_on_the_trace() -> None:
     trace = small_trace()
     peaks = {change: trace.resized(size).peak // MiB for change, _, size in possible_changes(trace)}

@@ -239,7 +239,8 @@ def notes_on_batches(trace: Trace) -> list[str]:
     allocated, start = 0, 0
     for end in trace.steps:
         count = trace.events[start:end].count(0)
-        shapes = tuple(kind.shape for kind in trace.tensors[allocated:allocated + count] if kind.owner == "data")
+        shapes = tuple(sorted(kind.shape for kind in trace.tensors[allocated:allocated + count]
+                              if kind.owner == "data" and kind.shape))
         found.setdefault(len(shapes), set()).add(shapes)
         allocated, start = allocated + count, end
     differ = [each for group in found.values() if len(group) > 1 for each in zip(*group, strict=True)

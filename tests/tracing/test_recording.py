@@ -353,6 +353,25 @@ def test_compiled_flex_attention_keeps_its_result_and_a_sum_per_row_and_no_mask(
     assert (recorder.compiled, recorder.unplanned) == (True, "")
 
 
+@pytest.mark.xdist_group("compiler")
+def test_compiled_optimizers_take_factors_that_are_tensors_of_the_host() -> None:
+    """Not recompiled when they change, as nanochat has them. add_(alpha=...) would read a value."""
+    def step(weight: torch.Tensor, gradient: torch.Tensor, rate: torch.Tensor) -> None:
+        weight.add_(gradient, alpha=-rate)
+        weight.addcmul_(gradient, gradient, value=rate)
+        weight.addcdiv_(gradient, gradient, value=rate)
+        weight.lerp_(gradient, 1 - rate)
+
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        weight, gradient = torch.zeros(2, 512, 512, device="cuda").unbind()
+        compiled = torch.compile(step)
+        for _ in range(2):
+            compiled(weight, gradient, torch.tensor(0.1))
+        assert recorder.allocated == 2 * 512 * 512 * 4
+    assert (recorder.compiled, recorder.unplanned) == (True, "")
+
+
 def test_a_compiled_block_mask_holds_no_mask_of_all_pairs_of_tokens() -> None:
     recorder = Recorder()
     with recording(recorder, RTX):

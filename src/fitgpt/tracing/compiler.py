@@ -148,10 +148,13 @@ class Compiler:
         flag = torch.compiler._is_compiling_flag  # programs ask torch.compiler.is_compiling()
         torch.compiler._is_compiling_flag = True
         _inside.depth = getattr(_inside, "depth", 0) + 1
+        patches = Patches()
+        _take_factors_that_are_tensors(patches)
         try:
             with _disable_current_modes(), _real_composites():
                 yield
         finally:
+            patches.undo()
             _inside.depth -= 1
             self.is_compiling, torch.compiler._is_compiling_flag = was, flag
 
@@ -327,6 +330,22 @@ def _patch_inductor(patches: Patches, capability: tuple[int, int]) -> None:
         patches.set(interface, "get_device_properties", staticmethod(torch.cuda.get_device_properties))
     patches.set(CudaInterface, "get_compute_capability", staticmethod(lambda *_: 10 * capability[0] + capability[1]))
     patches.set(CudaInterface, "is_available", staticmethod(lambda: True))
+
+
+def _take_factors_that_are_tensors(patches: Patches) -> None:
+    """add_(x, alpha=tensor) and its relatives, which would read the tensor's value: method_add_() in
+    torch/_dynamo/variables/tensor.py."""
+    def wrapped(original: Any, product: Any, factor: str) -> Any:
+        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if isinstance(kwargs.get(factor), Tensor):
+                return tensor.add_(product(*args) * kwargs[factor])
+            return original(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+
+        return call
+
+    for name, product, factor in (("add_", lambda other: other, "alpha"), ("addcmul_", torch.mul, "value"),
+                                  ("addcdiv_", torch.div, "value")):
+        patches.set(Tensor, name, wrapped(getattr(Tensor, name), product, factor))
 
 
 @contextmanager

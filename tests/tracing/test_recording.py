@@ -28,7 +28,7 @@ from fitgpt.tapes import nanogpt
 from fitgpt.tracing.device import NO_LARGER_NUMBERS, SKIPPED_STEPS
 from fitgpt.tracing.errors import Untraceable
 from fitgpt.tracing.modules import NO_OPTIMIZER, StepsDone
-from fitgpt.tracing.patches import CUDA_GRAPHS, NO_FAST_PATH
+from fitgpt.tracing.patches import COMPILED_BEFORE, CUDA_GRAPHS, NO_FAST_PATH
 from fitgpt.tracing.recorder import Recorder
 from fitgpt.tracing.saving import saving_nothing
 from fitgpt.tracing.script import run
@@ -370,6 +370,24 @@ def test_compiled_optimizers_take_factors_that_are_tensors_of_the_host() -> None
             compiled(weight, gradient, torch.tensor(0.1))
         assert recorder.allocated == 2 * 512 * 512 * 4
     assert (recorder.compiled, recorder.unplanned) == (True, "")
+
+
+@pytest.mark.xdist_group("compiler")
+def test_what_was_compiled_before_the_trace_is_no_eager_figure() -> None:
+    """`estimate` compiles a model again. Whatever else Dynamo would compile runs eager, and the trace says so."""
+    model = nn.Linear(64, 64)
+    batch = torch.ones(8, 64)
+    plan = fitgpt.estimate(torch.compile(model), batch, gpu="4070", loss=lambda output: output.sum())
+    assert (plan.trace.compiled, plan.trace.planned) == (True, True)
+
+    @torch.compile
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    with fitgpt.trace(gpu="4070") as memory:
+        double(torch.ones(8, device="cuda"))
+    assert (memory.trace.compiled, memory.trace.planned) == (True, False)
+    assert COMPILED_BEFORE in memory.trace.notes
 
 
 def test_a_compiled_block_mask_holds_no_mask_of_all_pairs_of_tokens() -> None:

@@ -90,7 +90,8 @@ class Compiler:
     def _failed(self, error: Exception) -> None:
         """The compiler was not made for this and fails on some programs: they run eager, and the trace says so."""
         recorder = self.device.recorder
-        recorder.unplanned = recorder.unplanned or f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        recorder.unplanned = recorder.unplanned or f"torch.compile, whose compiler ended with {reason}"
 
     def _aot(self, function: Any, *given: Any) -> Callable[..., Any]:
         """`given`: positional and named arguments. Those that are not tensors are constants of the compiled code."""
@@ -142,6 +143,7 @@ class Compiler:
     @contextmanager
     def _compilation(self) -> Iterator[None]:
         """Inside, tensors are plain tensors on `meta`, and nothing is recorded."""
+        from torch._subclasses import fake_tensor
         from torch.utils._python_dispatch import _disable_current_modes
 
         was, self.is_compiling = self.is_compiling, True
@@ -149,6 +151,7 @@ class Compiler:
         torch.compiler._is_compiling_flag = True
         _inside.depth = getattr(_inside, "depth", 0) + 1
         patches = Patches()
+        patches.set(fake_tensor, "init_gpu_context", lambda *_: None)  # needs a driver
         _take_factors_that_are_tensors(patches)
         try:
             with _disable_current_modes(), _real_composites():

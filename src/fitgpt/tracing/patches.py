@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing.process
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ real_data: Any = torch._C.TensorBase.data
 WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 CUDA_GRAPHS = ("torch.compile in this mode uses CUDA graphs, which keep memory of their own: more may be reserved than "
                "stated. mode=\"max-autotune-no-cudagraphs\" uses none.")
+COMPILED_BEFORE = "torch.compile, called before the trace. The compiler plans what is compiled inside the trace."
 NO_FAST_PATH = "nn.TransformerEncoder is evaluated in the kernels of training: on a GPU it may need less memory."
 
 
@@ -469,6 +471,16 @@ def _compilers(patches: Patches, device: TracedGpu) -> None:
         checkpoint._DEFAULT_DETERMINISM_MODE: lambda tensor: {"shape": tensor.shape, "dtype": tensor.dtype}})
     patches.set(torch.jit, "script", lambda function=None, *_, **__: function)
     flex_attention.install(patches, device, lambda: compiler.is_compiling)
+    if "torch._dynamo.eval_frame" in sys.modules:
+        patches.set(sys.modules["torch._dynamo.eval_frame"], "_callback_from_stance",
+                    functools.partial(_compiled_before, device))
+
+
+def _compiled_before(device: TracedGpu, callback: Any) -> None:
+    """Dynamo's callback for a function that was compiled before the trace began: none, so it runs eager."""
+    if callback:
+        recorder = device.recorder
+        recorder.compiled, recorder.unplanned = True, recorder.unplanned or COMPILED_BEFORE
 
 
 class CompiledModule(torch.nn.Module):

@@ -108,8 +108,10 @@ def estimate(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | Ca
     with recording(recorder, target):
         moved = {id(each): each.detach().to("cuda") for each in (*model.parameters(), *model.buffers())}
         moved |= {id(each): nn.Parameter(moved[id(each)], each.requires_grad) for each in model.parameters()}
-        trained = copy.deepcopy(model, dict(moved))
+        original = getattr(model, "_orig_mod", model)  # of torch.compile(module)
+        trained = copy.deepcopy(original, dict(moved))
         used = _same_optimizer(optimizer, moved, trained)
+        trained = trained if original is model else torch.compile(trained)
         for _ in range(steps):
             inputs = _on_gpu(batch)
             with torch.autocast("cuda", autocast) if autocast else nullcontext():

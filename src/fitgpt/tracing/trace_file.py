@@ -117,7 +117,7 @@ def trace_of(recorder: Recorder, command: tuple[str, ...], platform: Platform, t
             events.append(0 if alloc else kept[tensor.number])
         position.append(len(events))
     if recorder.unplanned:
-        recorder.notes[f"torch.compile, whose compiler ended with {recorder.unplanned}"] = None
+        recorder.notes[recorder.unplanned] = None
     phases = [(name, position[start]) for name, start in recorder.phases] or [("load", 0)]
     kinds = (Kind(tensor.nbytes, tensor.owner, tensor.op, tensor.module, tensor.source, tensor.dtype,
                   tuple(tensor.shape)) for tensor in recorder.tensors if tensor.nbytes)

@@ -51,7 +51,7 @@ WHEN_CALLED = {
     "engine": {"triton", "bitsandbytes", "huggingface_hub"},
     "data": {"rich", "tiktoken", "pyarrow", "datasets"},
     "show": {"rich"},
-    "tracing": {"safetensors", "transformers"},
+    "tracing": {"safetensors", "transformers", "triton"},
     "commands": {"torch"},
     "planning": {"torch"},
     "web": {"starlette", "uvicorn"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import runpy
 import shutil
 import sys
 from collections.abc import Callable
@@ -193,6 +194,12 @@ def test_a_size_that_depends_on_unknown_values_is_rejected() -> None:
         scores = torch.empty(100, device="cuda").softmax(0)
         with pytest.raises(Untraceable, match="nonzero"):
             scores[scores > 0.5]
+
+
+def test_a_single_number_of_the_host_fills_a_tensor_of_the_gpu() -> None:
+    with recording(Recorder(), RTX):
+        scores, mask = torch.ones(4, 4, device="cuda"), torch.ones(4, 4, dtype=torch.bool, device="cuda")
+        assert scores.masked_fill(mask, torch.tensor(-1.0)).is_cuda
 
 
 def test_counts_of_unknown_numbers_are_as_many_as_asked_for() -> None:
@@ -390,6 +397,30 @@ def test_what_was_compiled_before_the_trace_is_no_eager_figure() -> None:
     assert COMPILED_BEFORE in memory.trace.notes
 
 
+def test_triton_kernels_compute_nothing_and_an_autotuned_one_is_measured_once_per_key(tmp_path: Path) -> None:
+    """Triton reads the source of its kernels from a file. It measures with 256 MiB."""
+    pytest.importorskip("triton")
+    source = tmp_path / "kernels.py"
+    source.write_text("import triton, triton.language as tl\n"
+                      "@triton.autotune([triton.Config({'B': 128}), triton.Config({'B': 256})], key=['n'])\n"
+                      "@triton.jit\n"
+                      "def tuned(x, n, B: tl.constexpr):\n"
+                      "    tl.store(x, n)\n"
+                      "@triton.jit\n"
+                      "def plain(x, n):\n"
+                      "    tl.store(x, n)\n", encoding="utf-8")
+    names = runpy.run_path(str(source))
+    recorder = Recorder()
+    with recording(recorder, RTX):
+        x = torch.empty(1024, device="cuda")
+        assert names["triton"].runtime.driver.active.get_current_target().arch == 89
+        for n in (4, 4, 8):
+            names["plain"][(1,)](x, n)
+            names["tuned"][lambda meta: (1024 // meta["B"],)](x, n)
+        assert recorder.allocated == 4096
+    assert [each.nbytes for each in recorder.tensors if each.owner == "workspace"] == [256 * MiB] * 2
+
+
 def test_a_compiled_block_mask_holds_no_mask_of_all_pairs_of_tokens() -> None:
     recorder = Recorder()
     with recording(recorder, RTX):
@@ -489,7 +520,7 @@ def test_inference_mode_casts_weights_at_each_use() -> None:
 @pytest.mark.parametrize(("code", "error", "says"), [
     ("torch.cuda.CUDAGraph()", CannotTrace, "train.py, line 2: a trace cannot do this without a GPU"),
     ("raise SystemExit('no data')", ScriptFailed, "train.py ended: no data"),
-    ("raise ModuleNotFoundError(\"No module named 'triton'\")", CannotTrace, "line 2: a trace cannot do this"),
+    ("raise ModuleNotFoundError(\"No module named 'triton'\")", CannotTrace, "pip install triton"),
     ("from torch.utils import cpp_extension as c\nc.CUDA_HOME = None\nc._join_cuda_home('lib')", CannotTrace,
      "train.py, line 4: a trace cannot do this without a GPU"),
     ("from multiprocessing import Process\np = Process(target=print)\np.start()\np.join()", CannotTrace,

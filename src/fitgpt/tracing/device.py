@@ -519,6 +519,8 @@ class TracedGpu(TorchDispatchMode):
             experts = [] if args[1].dim() == 3 else [kwargs["offs"] if "offs" in kwargs else args[2]]
             return args[0].new_empty((*(each.shape[0] for each in experts), args[0].shape[0], args[1].shape[-1]),
                                      dtype=kwargs.get("out_dtype"))
+        if func is ops.masked_fill.Tensor:  # its shape function refuses a value of the host, which CUDA takes
+            return ops.masked_fill.Scalar(*args[:2], 0)
         if func in RESULT_IS_LIKE:
             return torch.empty_like(args[RESULT_IS_LIKE[func]])
         try:

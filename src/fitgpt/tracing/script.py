@@ -26,12 +26,13 @@ from .trace_file import Trace, from_json, to_json, trace_of
 
 UNTRACEABLE, FAILED, USAGE = "untraceable", "failed", "usage"  # kinds of error
 WORKAROUND = "Trace the script without that part."
+TRITON = "pip install triton (on Windows: triton-windows). Its kernels compute nothing in a trace."
 ONE_PROCESS = "Trace the script as one process without torch.distributed: many do that where RANK is not set."
 # Errors of torch where it looks for CUDA, or finds tensors without storage, and the trace has no answer: by a part of
 # their text.
 NEEDS_CUDA = ("not compiled with CUDA", "dummy base class", "NCCL built in", "CUDA build", "no NVIDIA driver",
               "CUDA GPUs are available", "accelerator device when none", "has no attribute '_cuda", "CUDA_HOME",
-              "must be a CUDA tensor", "CUDA error", "CUDA driver", "active drivers", "No module named 'triton",
+              "must be a CUDA tensor", "CUDA error", "CUDA driver", "No module named 'triton",
               "meta tensors", "tensors on meta", "device meta", "incompatible tensor type")
 OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 NO_VALUES = "Values are not computed: losses and other numbers that the script printed are made up."
@@ -126,7 +127,8 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
         if is_ours(error):
             raise CannotTrace(f"{place(error.__traceback__)}: a trace cannot do this without a GPU: "
                               f"{type(error).__name__}: {error}",
-                              ONE_PROCESS if "NCCL" in str(error) else WORKAROUND) from None
+                              ONE_PROCESS if "NCCL" in str(error) else TRITON if "'triton" in str(error) else
+                              WORKAROUND) from None
         if recorder.made_up:
             reason = traceback.format_exception_only(error)[-1].splitlines()[0]
             raise CannotTrace(f"{', line '.join(recorder.made_up.rsplit(':', 1))} reads a whole number from the GPU, "

@@ -380,6 +380,36 @@ def test_compiled_optimizers_take_factors_that_are_tensors_of_the_host() -> None
 
 
 @pytest.mark.xdist_group("compiler")
+@pytest.mark.parametrize("how", ["method", "function", "argument", "owner", "part"])
+def test_compiled_code_trains_the_modules_that_it_belongs_to_gets_or_names(how: str) -> None:
+    class Trainer:
+        def __init__(self, model: nn.Module) -> None:
+            self.model = model
+
+        def loss(self, x: torch.Tensor) -> torch.Tensor:
+            return self.model(x)  # type: ignore[no-any-return]
+
+    recorder, x = Recorder(), torch.ones(64, 256)
+    with recording(recorder, RTX):
+        models = [Activations().to("cuda") for _ in range(2)]
+        with_argument = torch.compile(lambda model, x: model(x))
+        for model in models:
+            if how == "method":
+                model.forward = torch.compile(model.forward)
+            if how == "part":
+                model.inside.compile()
+            run = {"method": lambda x, model=model: model(x), "part": lambda x, model=model: model(x),
+                   "function": torch.compile(lambda x, model=model: model(x)),
+                   "argument": lambda x, model=model: with_argument(model, x),
+                   "owner": torch.compile(Trainer(model).loss)}[how]
+            for _ in range(2):
+                run(x.to("cuda")).backward()
+        gradients = [each.grad for model in models for each in model.parameters()]
+        assert all(each is not None for each in gradients)
+    assert (recorder.compiled, recorder.unplanned) == (True, "")
+
+
+@pytest.mark.xdist_group("compiler")
 def test_what_was_compiled_before_the_trace_is_no_eager_figure() -> None:
     """`estimate` compiles a model again. Whatever else Dynamo would compile runs eager, and the trace says so."""
     model = nn.Linear(64, 64)

@@ -12,9 +12,10 @@ timed there, so matrix products are not padded.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 
@@ -29,7 +30,8 @@ from .flex_attention import copy_mask
 from .monkeypatch import Patches
 
 CHECKPOINT_OPTIONS = {"use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop"}
-CONSTANTS = (bool, int, float, complex, str, NoneType, FunctionType, BuiltinFunctionType, torch.dtype, torch.device)
+CONSTANTS = (bool, int, float, complex, str, NoneType, FunctionType, BuiltinFunctionType, torch.dtype, torch.device,
+             nn.Module)
 TIMED_VARIANTS = 2  # of a generated kernel, at its first run
 
 
@@ -59,8 +61,7 @@ class Compiler:
                 try:
                     # The context tells Inductor which saved tensors the backward pass may overwrite.
                     with self._compilation(), tracing(TracingContext(FakeTensorMode())):
-                        compiled = self._aot(function, args, kwargs)
-                        known[key] = lambda *args, **kwargs: compiled(args, kwargs)
+                        known[key] = self._aot(function, args, kwargs)
                         return known[key](*args, **kwargs)
                 except Untraceable:
                     raise
@@ -94,33 +95,40 @@ class Compiler:
         recorder.unplanned = recorder.unplanned or f"torch.compile, whose compiler ended with {reason}"
 
     def _aot(self, function: Any, *given: Any) -> Callable[..., Any]:
-        """`given`: positional and named arguments. Those that are not tensors are constants of the compiled code."""
+        """`given`: positional and named arguments, to which those of later calls are equal by `_key`. What is neither a
+        tensor nor a module is a constant of the compiled code."""
         from torch._functorch.aot_autograd import aot_function
         from torch._inductor import lowering  # noqa: F401 - decompositions look for it there
         from torch._inductor.decomposition import select_decomp_table
+        from torch.nn.utils.stateless import _reparametrize_module
 
         leaves, structure = tree_flatten(given)
-        count = len(leaves)
+        count, modules = len(leaves), _modules_of(function, leaves)
         constants = {place: _constant(leaf) for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
 
-        def held() -> dict[str, Tensor]:
-            """Parameters and buffers, which are inputs of the graphs."""
-            return {**dict(function.named_parameters()), **dict(function.named_buffers())} \
-                if isinstance(function, nn.Module) else {}
-
-        def call(held: dict[str, Tensor], *tensors: Tensor) -> Any:
+        def call(held: list[dict[str, Tensor]], *tensors: Tensor) -> Any:
             rest = iter(tensors)
             args, kwargs = tree_unflatten([constants[place] if place in constants else next(rest)
                                            for place in range(count)], structure)
-            return torch.func.functional_call(function, held, args, kwargs) if held else function(*args, **kwargs)
+            with ExitStack() as replaced:
+                for module, values in zip(modules, held, strict=True):
+                    replaced.enter_context(_reparametrize_module(module, values, tie_weights=True))
+                return function(*args, **kwargs)
 
+        number = sum(map(len, map(_held, modules)))
         compiled = aot_function(
             call, fw_compiler=functools.partial(self._compiled, "forward"),
             bw_compiler=functools.partial(self._compiled, "backward"),
             inference_compiler=functools.partial(self._compiled, "inference"), partition_fn=functools.partial(
-                _partition, len(held())), decompositions=select_decomp_table(), num_params_buffers=len(held()),
+                _partition, number), decompositions=select_decomp_table(), num_params_buffers=number,
             keep_inference_input_mutations=True)
-        return lambda *given: compiled(held(), *(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)))
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            leaves = tree_leaves((args, kwargs))
+            return compiled([_held(module) for module in _modules_of(function, leaves)],
+                            *(leaf for leaf in leaves if isinstance(leaf, Tensor)))
+
+        return run
 
     def _compiled(self, kind: str, graph: Any, inputs: Any) -> Callable[[list[Any]], Any]:
         """The code of one of the two graphs, or of the only one without gradients."""
@@ -249,6 +257,26 @@ def _key(given: Any) -> Any:
     if isinstance(given, BlockMask):
         return _key(given.as_tuple()[:-1])
     return repr(given)
+
+
+def _modules_of(function: Any, arguments: list[Any]) -> list[nn.Module]:
+    """Those that the function or module is, belongs to, gets, or refers to by name."""
+    owner, code = getattr(function, "__self__", None), getattr(function, "__func__", function)
+    found = [function, owner, *arguments]
+    if not isinstance(owner, nn.Module):
+        found += getattr(owner, "__dict__", {}).values()
+    if isinstance(code, FunctionType):
+        with suppress(ValueError):  # of a variable that has no value yet
+            names = inspect.getclosurevars(code)
+            found += [*names.nonlocals.values(), *names.globals.values(), *(code.__defaults__ or ())]
+    modules = list(dict.fromkeys(each for each in found if isinstance(each, nn.Module)))
+    parts = {part for each in modules for part in each.modules() if part is not each}
+    return [each for each in modules if each not in parts]
+
+
+def _held(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, which are inputs of the graphs."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _constant(given: Any) -> Any:

@@ -26,10 +26,11 @@ from fitgpt.memory.tape import Tape
 from fitgpt.memory.timeline import replay
 from fitgpt.planning.budget import Target, target_for
 from fitgpt.tapes import nanogpt
+from fitgpt.tracing.compiler import CUDA_GRAPHS
 from fitgpt.tracing.device import NO_LARGER_NUMBERS, SKIPPED_STEPS
 from fitgpt.tracing.errors import Untraceable
 from fitgpt.tracing.modules import NO_OPTIMIZER, StepsDone
-from fitgpt.tracing.patches import COMPILED_BEFORE, CUDA_GRAPHS, NO_FAST_PATH
+from fitgpt.tracing.patches import COMPILED_BEFORE, NO_FAST_PATH
 from fitgpt.tracing.recorder import Recorder
 from fitgpt.tracing.saving import saving_nothing
 from fitgpt.tracing.script import run
@@ -410,6 +411,24 @@ def test_compiled_code_trains_the_modules_that_it_belongs_to_gets_or_names(how: 
 
 
 @pytest.mark.xdist_group("compiler")
+def test_a_compiled_method_is_compiled_again_for_evaluation() -> None:
+    recorder, peaks = Recorder(), []
+    with recording(recorder, RTX):
+        model = nn.Sequential(nn.Dropout(0.5), nn.Linear(256, 256, device="cuda"))
+        run, x = torch.compile(model.forward), torch.ones(4096, 256, device="cuda")
+        model(x)  # allocates what stays: cuBLAS workspaces
+        for mode in (True, False, True, False):
+            model.train(mode)
+            before = recorder.allocated
+            output = run(x)
+            peaks.append(recorder.allocated - before)
+            del output
+    assert recorder.unplanned == ""
+    assert peaks[2:] == peaks[:2]
+    assert peaks[0] > peaks[1]  # what dropout keeps
+
+
+@pytest.mark.xdist_group("compiler")
 def test_what_was_compiled_before_the_trace_is_no_eager_figure() -> None:
     """`estimate` compiles a model again. Whatever else Dynamo would compile runs eager, and the trace says so."""
     model = nn.Linear(64, 64)
@@ -474,7 +493,7 @@ def test_a_model_that_is_not_compiled_after_all_is_traced_eager(options: dict[st
 def test_cuda_graphs_of_the_compiler_are_said_to_keep_memory() -> None:
     recorder = Recorder()
     with recording(recorder, RTX):
-        torch.compile(nn.Linear(4, 4), mode="reduce-overhead")
+        torch.compile(nn.Linear(4, 4), mode="reduce-overhead").to("cuda")(torch.ones(2, 4, device="cuda"))
     assert CUDA_GRAPHS in recorder.notes
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .device import CARD, META, TracedGpu, _inside
 from .errors import Untraceable
@@ -32,6 +32,9 @@ from .monkeypatch import Patches
 CHECKPOINT_OPTIONS = {"use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop"}
 CONSTANTS = (bool, int, float, complex, str, NoneType, FunctionType, BuiltinFunctionType, torch.dtype, torch.device,
              nn.Module)
+WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
+CUDA_GRAPHS = ("torch.compile in this mode uses CUDA graphs, which keep memory of their own: more may be reserved than "
+               "stated. mode=\"max-autotune-no-cudagraphs\" uses none.")
 TIMED_VARIANTS = 2  # of a generated kernel, at its first run
 
 
@@ -43,16 +46,22 @@ class Compiler:
         self.is_compiling, self._checkpoints = False, 0
         self._timed: set[str] = set()  # kernels that ran before
 
-    def compile(self, function: Any) -> Callable[..., Any]:
+    def compile(self, function: Any, mode: str | None = None) -> Callable[..., Any]:
         """The compiled function or module. It is compiled again for other shapes, and inside no_grad()."""
-        known: dict[Any, Callable[..., Any]] = {}
+        known: dict[Any, Callable[..., Any] | None] = {}  # None: the compiler failed
         eager = function._call_impl if isinstance(function, nn.Module) else function
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.is_compiling:  # part of something that is compiled as a whole
                 return eager(*args, **kwargs)
-            self.device.recorder.compiled = True
-            key = _key((args, kwargs)), torch.is_grad_enabled(), getattr(function, "training", None)
+            recorder = self.device.recorder
+            recorder.compiled = True
+            if mode in WITH_CUDA_GRAPHS:
+                recorder.notes[CUDA_GRAPHS] = None
+            leaves, structure = tree_flatten((args, kwargs))
+            modules = _modules_of(function, leaves)
+            inputs = [_held(module) for module in modules], *(leaf for leaf in leaves if isinstance(leaf, Tensor))
+            key = _key((args, kwargs)), torch.is_grad_enabled(), tuple(module.training for module in modules)
             if key not in known:
                 from torch._guards import TracingContext, tracing
                 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -61,14 +70,15 @@ class Compiler:
                 try:
                     # The context tells Inductor which saved tensors the backward pass may overwrite.
                     with self._compilation(), tracing(TracingContext(FakeTensorMode())):
-                        known[key] = self._aot(function, args, kwargs)
-                        return known[key](*args, **kwargs)
+                        compiled = known[key] = self._aot(function, modules, leaves, structure)
+                        return compiled(*inputs)
                 except Untraceable:
                     raise
                 except Exception as error:
                     self._failed(error)
-                    known[key] = eager
-            return known[key](*args, **kwargs)
+                    known[key] = None
+            found = known[key]
+            return eager(*args, **kwargs) if found is None else found(*inputs)
 
         return call
 
@@ -94,16 +104,15 @@ class Compiler:
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         recorder.unplanned = recorder.unplanned or f"torch.compile, whose compiler ended with {reason}"
 
-    def _aot(self, function: Any, *given: Any) -> Callable[..., Any]:
-        """`given`: positional and named arguments, to which those of later calls are equal by `_key`. What is neither a
-        tensor nor a module is a constant of the compiled code."""
+    def _aot(self, function: Any, modules: list[nn.Module], leaves: list[Any], structure: Any) -> Callable[..., Any]:
+        """A function of what these modules hold, and of the tensors among the arguments, which `leaves` and `structure`
+        are. Other arguments are constants of the compiled code."""
         from torch._functorch.aot_autograd import aot_function
         from torch._inductor import lowering  # noqa: F401 - decompositions look for it there
         from torch._inductor.decomposition import select_decomp_table
         from torch.nn.utils.stateless import _reparametrize_module
 
-        leaves, structure = tree_flatten(given)
-        count, modules = len(leaves), _modules_of(function, leaves)
+        count, number = len(leaves), sum(len(_held(module)) for module in modules)
         constants = {place: _constant(leaf) for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
 
         def call(held: list[dict[str, Tensor]], *tensors: Tensor) -> Any:
@@ -115,20 +124,12 @@ class Compiler:
                     replaced.enter_context(_reparametrize_module(module, values, tie_weights=True))
                 return function(*args, **kwargs)
 
-        number = sum(map(len, map(_held, modules)))
-        compiled = aot_function(
+        return aot_function(
             call, fw_compiler=functools.partial(self._compiled, "forward"),
             bw_compiler=functools.partial(self._compiled, "backward"),
-            inference_compiler=functools.partial(self._compiled, "inference"), partition_fn=functools.partial(
-                _partition, number), decompositions=select_decomp_table(), num_params_buffers=number,
-            keep_inference_input_mutations=True)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            leaves = tree_leaves((args, kwargs))
-            return compiled([_held(module) for module in _modules_of(function, leaves)],
-                            *(leaf for leaf in leaves if isinstance(leaf, Tensor)))
-
-        return run
+            inference_compiler=functools.partial(self._compiled, "inference"),
+            partition_fn=functools.partial(_partition, number), decompositions=select_decomp_table(),
+            num_params_buffers=number, keep_inference_input_mutations=True)
 
     def _compiled(self, kind: str, graph: Any, inputs: Any) -> Callable[[list[Any]], Any]:
         """The code of one of the two graphs, or of the only one without gradients."""

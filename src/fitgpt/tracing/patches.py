@@ -30,9 +30,6 @@ from .values import is_stand_in
 
 real_device = torch.device
 real_data: Any = torch._C.TensorBase.data
-WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
-CUDA_GRAPHS = ("torch.compile in this mode uses CUDA graphs, which keep memory of their own: more may be reserved than "
-               "stated. mode=\"max-autotune-no-cudagraphs\" uses none.")
 COMPILED_BEFORE = "torch.compile, called before the trace. The compiler plans what is compiled inside the trace."
 NO_FAST_PATH = "nn.TransformerEncoder is evaluated in the kernels of training: on a GPU it may need less memory."
 
@@ -442,9 +439,7 @@ def _compilers(patches: Patches, device: TracedGpu) -> None:
 
     compiler = Compiler(device)
 
-    def is_eager(backend: Any = "inductor", disable: bool = False, mode: str | None = None, **_: Any) -> bool:
-        if mode in WITH_CUDA_GRAPHS:
-            device.recorder.notes[CUDA_GRAPHS] = None
+    def is_eager(backend: Any = "inductor", disable: bool = False, **_: Any) -> bool:
         return disable or getattr(backend, "__name__", backend) == "eager"
 
     def compile(model: Any = None, **options: Any) -> Any:
@@ -456,12 +451,12 @@ def _compilers(patches: Patches, device: TracedGpu) -> None:
         if model is create_block_mask and not compiler.is_compiling:
             return functools.partial(flex_attention.create_mask_compiled, device)
         if isinstance(model, torch.nn.Module):
-            return CompiledModule(model, compiler.compile(model))
-        return functools.wraps(model)(compiler.compile(model))
+            return CompiledModule(model, compiler.compile(model, options.get("mode")))
+        return functools.wraps(model)(compiler.compile(model, options.get("mode")))
 
     def compile_in_place(module: torch.nn.Module, **options: Any) -> None:
         if not is_eager(**options):
-            module._compiled_call_impl = compiler.compile(module)
+            module._compiled_call_impl = compiler.compile(module, options.get("mode"))
 
     patches.set(torch, "compile", compile)
     patches.set(torch.nn.Module, "compile", compile_in_place)

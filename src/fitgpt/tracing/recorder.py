@@ -102,7 +102,7 @@ class Recorder:
         """The program reads a whole number that is not known. In a model it may be a size; elsewhere it is a count."""
         self.made_up = source_line()
         if self.modules:
-            self.notes[MADE_UP.format(", line ".join(self.made_up.rsplit(":", 1)))] = None
+            self.notes[MADE_UP.format(line_of(self.made_up))] = None
 
     def empty_cache(self) -> None:
         self.events.append((False, None))
@@ -179,6 +179,11 @@ def source_line() -> str:
             found = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return found
+
+
+def line_of(source: str) -> str:
+    """"train.py:42" → "train.py, line 42"."""
+    return ", line ".join(source.rsplit(":", 1))
 
 
 _places: dict[str, str] = {}

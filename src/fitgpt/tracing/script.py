@@ -90,7 +90,7 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
 
     from .errors import PROCESSES, Untraceable
     from .modules import StepsDone
-    from .recorder import Recorder
+    from .recorder import Recorder, line_of
     from .saving import loads_unwritten, saving_nothing
     from .trace import recording
 
@@ -131,13 +131,13 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
                               WORKAROUND) from None
         if recorder.made_up:
             reason = traceback.format_exception_only(error)[-1].splitlines()[0]
-            raise CannotTrace(f"{', line '.join(recorder.made_up.rsplit(':', 1))} reads a whole number from the GPU, "
+            raise CannotTrace(f"{line_of(recorder.made_up)} reads a whole number from the GPU, "
                               f"which a trace makes up, and then {place(error.__traceback__)} fails: {reason}",
                               "Trace the script with a number from the CPU there.") from None
         raise ScriptFailed(f"{script} failed, as it would without fitgpt.", shown(error, script)) from None
     recorder.notes[NO_VALUES] = None
     if not recorder.tensors and recorder.processes:
-        raise CannotTrace(f"{', line '.join(recorder.processes.rsplit(':', 1))}: {PROCESSES[0]}", PROCESSES[1])
+        raise CannotTrace(f"{line_of(recorder.processes)}: {PROCESSES[0]}", PROCESSES[1])
     if not recorder.tensors:
         raise CannotTrace(NOTHING[0].format(script=script), NOTHING[1])
     return trace_of(recorder, tuple(command), target.platform, version or torch.__version__)

@@ -153,7 +153,7 @@ def _program(entry: Entry) -> str:
 def _result(message: OomMessage, found: Comparison, entry: Entry) -> str:
     """hit: does not fit, and at such a request; verdict: does not fit; other cause: it fits, and so it was; miss."""
     rule = entry["without"][0] if "without" in entry else entry["rule"]
-    if found.plan.fits:
+    if found.plan.headroom >= 0:
         return f"other cause: {rule}" if rule in OTHER_CAUSES else "miss"
     near = found.allocated is not None and message.allocated is not None and (
         abs(found.allocated / message.allocated - 1) <= NEAR)

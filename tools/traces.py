@@ -22,9 +22,9 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 from fitgpt.core.units import MiB  # noqa: E402
 from fitgpt.memory.timeline import Timeline  # noqa: E402
 from fitgpt.planning.budget import target_for  # noqa: E402
-from fitgpt.planning.forecast import COLUMNS  # noqa: E402
+from fitgpt.planning.forecast import COLUMNS, record_kind  # noqa: E402
 from fitgpt.tracing.device import SKIPPED_STEPS  # noqa: E402
-from fitgpt.tracing.plan import CONVOLUTIONS, PLANNED, SCRIPT, UNPLANNED, PeakMemory, TracedPlan, plan_trace  # noqa: E402
+from fitgpt.tracing.plan import PLANNED, SCRIPT, UNPLANNED, PeakMemory, TracedPlan, plan_trace  # noqa: E402
 from fitgpt.tracing.trace_file import Trace, from_json, to_json  # noqa: E402
 from memory_page import markdown  # noqa: E402
 
@@ -130,7 +130,8 @@ def traced(group: str) -> list[TracedRun]:
 
 def basis(gpu: str, torch: str) -> list[Row]:
     """Rows of src/fitgpt/planning/track_record.csv, by its COLUMNS: a script has no shape that fitgpt knows."""
-    trainers = {LANGUAGE: SCRIPT, BITSANDBYTES: SCRIPT, OTHER: SCRIPT, CONVOLUTION: CONVOLUTIONS}
+    trainers = {group: record_kind(SCRIPT, expandable=False, odd=False, convolutions=group == CONVOLUTION)
+                for group in (LANGUAGE, BITSANDBYTES, OTHER, CONVOLUTION)}
     return [{**dict.fromkeys(COLUMNS, ""), "trainer": trainers[run.group], "gpu": gpu, "torch": torch,
              "name": run.name, "mode": "eager", "options": " ".join(run.row["args"]),
              "allocated_bytes": run.measured.allocated_bytes, "reserved_bytes": run.measured.reserved_bytes,

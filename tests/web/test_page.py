@@ -192,7 +192,7 @@ def test_a_slider_moves_the_bars_and_the_address_while_it_moves(shown: Callable[
 
 def test_bars_and_tables_show_the_same_figures_of_a_run_that_does_not_fit(shown: Callable[..., Any]) -> None:
     with shown("gpu=RTX+4070&trainer=nanogpt&n_layer=24&n_head=16&n_embd=1024&others=1GiB") as page:
-        assert "too much" in verdict(page, "full")
+        assert "too much" in verdict(page, "does_not_fit")
         assert "tokens/s" not in page.inner_text("#headroom")  # the speed of a run that cannot be
         assert "tokens" in page.inner_text("#length")
         assert width(page, "train", "unallocated") > 0
@@ -279,7 +279,7 @@ def test_a_page_that_cannot_start_says_why(browser: Any, address: str) -> None:
 def test_the_notes_run_fits_with_fitgpt_or_without_other_programs(
         shown: Callable[..., Any], picture: Callable[[str], Path]) -> None:
     with shown(NOTES, height=1130) as page:
-        assert "Does not fit" in verdict(page, "full")
+        assert "Does not fit" in verdict(page, "does_not_fit")
         assert page.input_value("#k-n_embd") == "576"  # the address carries the settings
         assert page.locator("#k-preset option:checked").inner_text() == "notes_77m: 77.36M"
         assert page.is_checked("#trainer-nanogpt")
@@ -293,13 +293,13 @@ def test_the_notes_run_fits_with_fitgpt_or_without_other_programs(
         assert re.search(r"train with fitgpt: 9\.\d+ GiB → 3\.\d+ GiB at the peak", page.inner_text("#difference"))
         assert "trainer" not in page.url  # fitgpt is the default
         page.click("#undo")
-        verdict(page, "full")
+        verdict(page, "does_not_fit")
         assert "trainer=nanogpt" in page.url
         assert page.is_hidden("#difference")
         page.go_back()
         verdict(page, "fits")
         page.go_back()
-        verdict(page, "full")
+        verdict(page, "does_not_fit")
         others = width(page, "train", "others")
         page.fill("#k-others", "0")
         verdict(page, "fits")
@@ -327,7 +327,7 @@ def test_a_fix_button_pressed_while_others_arrive_changes_the_run_in_dark_mode(
     with shown(f"gpu=RTX+4070&batch_size=40&{size}", height=1000, scheme="dark") as page:
         page.route("**/api/fix?family=offload*", lambda route: waiting.append(route))
         page.reload()
-        verdict(page, "full")
+        verdict(page, "does_not_fit")
         fix = page.wait_for_selector('#fix-buttons [data-family="saved_activations"].enough')
         label = fix.inner_text().split("\n")[0]
         assert re.fullmatch(r"gradient checkpointing: \d+ layers?", label)
@@ -353,7 +353,7 @@ def test_a_fix_button_pressed_while_others_arrive_changes_the_run_in_dark_mode(
 def test_the_fastest_that_fits_is_found_with_a_chart_whose_points_fill_the_form(
         shown: Callable[..., Any], picture: Callable[[str], Path]) -> None:
     with shown(NOTES if TAKING_PICTURES else TOO_LARGE) as page:
-        verdict(page, "full")
+        verdict(page, "does_not_fit")
         page.click("text=Fastest that fits")
         verdict(page, "fits")
         assert page.locator("#difference li").first.inner_text().startswith("trainer nano")
@@ -389,7 +389,7 @@ def tabbed_to(page: Any, selector: str, most: int = 120) -> None:
 
 def test_everything_works_by_keyboard(shown: Callable[..., Any]) -> None:
     with shown(f"{SMALL}&batch_size=16&trainer=nanogpt&budget=4GiB") as page:
-        verdict(page, "full")
+        verdict(page, "does_not_fit")
         page.wait_for_selector('#fix-buttons [data-family="block"]')
         tabbed_to(page, "#trainer-nanogpt")
         page.keyboard.press("ArrowLeft")
@@ -399,7 +399,7 @@ def test_everything_works_by_keyboard(shown: Callable[..., Any]) -> None:
         outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert outline != "none"
         page.keyboard.press("End")
-        verdict(page, "full")
+        verdict(page, "does_not_fit")
         tabbed_to(page, "#savers > summary")
         page.keyboard.press("Enter")
         tabbed_to(page, "#k-saved_activations")
@@ -425,7 +425,7 @@ def paste(page: Any, text: str) -> None:
 
 def test_a_pasted_message_is_explained(shown: Callable[..., Any], picture: Callable[[str], Path]) -> None:
     with shown(NOTES, height=1180) as page:
-        verdict(page, "full")
+        verdict(page, "does_not_fit")
         paste(page, f'Traceback (most recent call last):\n  File "{HOSTILE}", line 5, in f\n    x\n{OOM}')
         page.wait_for_selector("#diagnosis:has-text('<b>bold</b>')")
         assert page.locator("#diagnosis img, #diagnosis b").count() == 0
@@ -543,7 +543,7 @@ def test_the_page_fits_a_phone_in_both_directions(shown: Callable[..., Any], que
     with shown(query, width=390, height=844) as page:
         page.wait_for_selector('#verdict:not([data-state="waiting"])')
         if query == TOO_LARGE:
-            verdict(page, "full")
+            verdict(page, "does_not_fit")
             page.wait_for_selector("#gpus button")
             assert page.evaluate("shift") < MOST_SHIFT
         for direction in ("ltr", "rtl"):

@@ -45,7 +45,7 @@ def fit(assignments: Sequence[Assignment]) -> int:
         print(show.fit_text(fitted, run, width=columns(), todo=todo), end="")
     if fault is not None:
         raise fault
-    return 0 if fitted.chosen is not None else 1
+    return fitted.verdict.exit_code
 
 
 # ---- files
@@ -112,7 +112,8 @@ def plan_text(fitted: FitResult, request: FitRequest) -> str:
     plan = plan_for(config, Target(target.platform, target.budget, target.card))
     ram_left = None if target.host_bytes is None else max(target.host_bytes - host_bytes(config), 0)
     return plan_file.text_of_fit(
-        plan_file.document(plan, target.platform.torch, plan.track_record), fitted.chosen.config, target.budget,
+        plan_file.document(plan, target.platform.torch, plan.track_record, plan.step_seconds),
+        fitted.chosen.config, target.budget,
         fallback_plans(config, target.platform, host_bytes=ram_left), show.speed_json(fitted.chosen))
 
 

@@ -15,12 +15,12 @@ from ..core.files import check_overwrite, is_own_page, write_over
 from ..core.units import optional_bytes
 from ..hardware import gpus
 from ..planning.forecast import one_step, replay_run
-from ..planning.plan import expected_speed, plan_from, verdicts, with_training_length
+from ..planning.plan import best_of, expected_speed, plan_from, verdicts, with_training_length
 from ..planning.request import PlanRequest, plan_request
 from ..show import plan_text as show
 from ..show.terminal import can_redraw, columns, paragraph
 
-SCHEMA = 1  # of the list of GPUs; of a plan, see planning/plan_file.py
+SCHEMA = 2  # of the list of GPUs; of a plan, see planning/plan_file.py
 
 
 def plan(assignments: Sequence[Assignment]) -> int:
@@ -45,7 +45,7 @@ def plan(assignments: Sequence[Assignment]) -> int:
             found, step, show.TRAINERS[found.trainer],
             "A few micro-batches, then the optimizer step; further micro-batches repeat the last."))
         print(f"One step is drawn in {wrote}.", file=sys.stderr if options.json else sys.stdout)
-    return 0 if found.fits else 1
+    return found.verdict.exit_code
 
 
 def _every_gpu(request: PlanRequest) -> int:
@@ -57,7 +57,8 @@ def _every_gpu(request: PlanRequest) -> int:
         raise UsageError(f"--all-cards plans for every GPU, and {' and '.join(clashes)} for one.",
                          "--all-cards")
     config, _ = with_training_length(request.config, options, request.data, request.missing, None)
-    kept_free = (optional_bytes(options.others, "MiB") or 0) + (optional_bytes(config.leave) or 0)  # on any GPU
+    others, leave = optional_bytes(options.others, "MiB"), optional_bytes(config.leave)
+    kept_free = None if others is leave is None else (others or 0) + (leave or 0)  # on any GPU
     rows = verdicts(config, options.trainer, kept_free, options.torch)
     planned = {each.name for each in rows if not each.problem}
     speeds = {card.name: (speed.low, speed.high) for card in gpus.load() if card.name in planned
@@ -66,14 +67,12 @@ def _every_gpu(request: PlanRequest) -> int:
     hours = {name: {"hours": (tokens / high / 3600, tokens / low / 3600)} for name, (low, high) in speeds.items()
              if tokens}
     if options.json:
-        print(json.dumps({"schema": SCHEMA, "trainer": options.trainer, "cards": [
-            {"card": each.name, "tokens_per_s": speeds.get(each.name), **hours.get(each.name, {}),
-             "usable_bytes": each.usable, "needs_bytes": None if each.problem else each.needs,
-             "headroom_bytes": None if each.problem else each.headroom, "fits": each.fits, "problem": each.problem}
-            for each in rows]}, indent=1, ensure_ascii=False))
+        print(json.dumps({"schema": SCHEMA, "trainer": options.trainer, "gpus": [
+            {**each.to_dict(), "tokens_per_s": speeds.get(each.name), **hours.get(each.name, {})} for each in rows]},
+            indent=1, ensure_ascii=False))
     else:
         title = show.run_title(config, options.trainer, config.gpt_config().count_params(), "",
                                vocab_assumed=request.vocab_assumed)
         print(paragraph(title, columns()),
               show.all_cards_table(rows, speeds, tokens, columns()), sep="\n\n", end="")
-    return 0 if any(each.fits for each in rows) else 1
+    return best_of(rows).exit_code

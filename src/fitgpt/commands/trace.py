@@ -13,13 +13,15 @@ from ..core.errors import UsageError
 from ..core.files import check_overwrite, is_own_page, write_over
 from ..core.units import optional_bytes
 from ..planning.budget import Target, target_for
+from ..planning.plan import best_of
+from ..planning.verdict import Verdict
 from ..show import plan_text as show
 from ..show.terminal import can_redraw, columns, paragraph
 from ..tracing.plan import SCRIPT, plan_trace, verdicts
 from ..tracing.script import trace_script
 from ..tracing.trace_file import Trace, is_trace, read, to_save
 
-SCHEMA = 1  # of the list of GPUs
+SCHEMA = 2  # of the list of GPUs
 
 
 def trace(options: TraceOptions) -> int:
@@ -36,10 +38,10 @@ def trace(options: TraceOptions) -> int:
     traced = _trace_of(options)
     notes = sys.stderr if options.json else sys.stdout
     if target is None:
-        fits = _every_gpu(traced, options, allocator)
+        verdict = _every_gpu(traced, options, allocator)
     else:
         found = plan_trace(traced, target, allocator)
-        fits = found.fits
+        verdict = found.verdict
         if options.json:
             print(json.dumps(found.to_dict(), indent=1, ensure_ascii=False))
         else:
@@ -50,7 +52,7 @@ def trace(options: TraceOptions) -> int:
             print(f"One step is drawn in {wrote}.", file=notes)
     if save:  # last: a trace may be too large for a file
         print(f"The trace is saved in {write_over(save, to_save(traced))}.", file=notes)
-    return 0 if fits else 1
+    return verdict.exit_code
 
 
 def _target(options: TraceOptions) -> Target:
@@ -80,14 +82,13 @@ def _trace_of(options: TraceOptions) -> Trace:
                         others=options.others, budget=options.budget, steps=options.steps, torch=options.torch)
 
 
-def _every_gpu(traced: Trace, options: TraceOptions, allocator: str) -> bool:
-    rows = verdicts(traced, optional_bytes(options.others, "MiB") or 0, allocator)
+def _every_gpu(traced: Trace, options: TraceOptions, allocator: str) -> Verdict:
+    rows = verdicts(traced, optional_bytes(options.others, "MiB"), allocator)
     if options.json:
-        print(json.dumps({"schema": SCHEMA, "trainer": SCRIPT, "command": list(traced.command), "cards": [
-            {"card": each.name, "usable_bytes": each.usable, "needs_bytes": None if each.problem else each.needs,
-             "headroom_bytes": None if each.problem else each.headroom, "fits": each.fits, "problem": each.problem}
-            for each in rows]}, indent=1, ensure_ascii=False))
+        print(json.dumps({"schema": SCHEMA, "trainer": SCRIPT, "command": list(traced.command),
+                          "not_seen": list(traced.not_seen), "gpus": [each.to_dict() for each in rows]},
+                         indent=1, ensure_ascii=False))
     else:
         print(paragraph(show.traced_title(traced, ""), columns()), show.all_cards_table(rows, {}, 0, columns()),
               sep="\n\n", end="")
-    return any(each.fits for each in rows)
+    return best_of(rows)

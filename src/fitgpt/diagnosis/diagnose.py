@@ -251,11 +251,12 @@ def _forecast_note(case: Case, run: ExplainedRun, plan: MemoryPlan) -> str:
             f"{show_bytes(run.forecast.needs)}, and PyTorch could reserve {show_bytes(plan.budget.reserve_limit)}")
     larger = "allocates more than this config, so the figures after a change are not those of that program."
     if not case.budget_from_card:
-        return f"{text}: it would have fitted. The program that ran out of memory {larger}" if plan.fits else f"{text}."
+        fits = plan.headroom >= 0
+        return f"{text}: it would have fitted. The program that ran out of memory {larger}" if fits else f"{text}."
     others = plan.budget.others
     text += (f" on the {plan.budget.card} "
              f"{f'beside {show_bytes(others)} of other processes' if others else 'with no other processes'}")
-    if plan.fits:
+    if plan.headroom >= 0:
         return (f"{text}: it would have fitted. Either other processes held {'more' if others else 'some'} of the GPU "
                 f"(give it with --others=…), or the program that ran out of memory {larger}")
     hint = "" if others else "; give --others=…"
@@ -302,7 +303,7 @@ def savings(run: ExplainedRun) -> tuple[Remedy, ...]:
 def remedies_for(run: ExplainedRun, plan: MemoryPlan) -> tuple[Remedy, ...]:
     """If the plan fits, `savings`. Otherwise the smallest change of each family that makes the run fit; if none does,
     several together."""
-    if plan.fits:
+    if plan.headroom >= 0:
         return savings(run)
     families = _families(run)
 

@@ -17,6 +17,7 @@ from ..planning.forecast import MemoryPlan, OwnerShare
 from ..planning.plan import plan_for
 from ..planning.plan_file import plan_from
 from ..planning.request import with_data
+from ..planning.verdict import Verdict
 from ..runs.folder import recorded_config
 from ..runs.metrics import (
     PHASES,
@@ -47,7 +48,7 @@ def explain_document(document: dict[str, Any], request: ExplainRequest) -> Diagn
         return explain_plan(plan, request.run_on(card))
     if planned is None:
         return None
-    return explain_run(replace(request, config=planned, gpu=request.gpu or str(document.get("card") or "")))
+    return explain_run(replace(request, config=planned, gpu=request.gpu or str(document.get("gpu") or "")))
 
 
 def explain_run(request: ExplainRequest, folder: Path | None = None) -> Diagnosis:
@@ -94,6 +95,8 @@ def recorded_plan(plan: MemoryPlan, rows: Sequence[Row]) -> MemoryPlan:
 
 # ---- the diagnosis
 
+TITLES = {Verdict.FITS: "The run fits", Verdict.TIGHT: "The run fits, but it is tight",
+          Verdict.NOT_ALL_SEEN: "What was seen of the run fits"}
 _MEASURED_TOGETHER = {"train": ("train", "step")}  # a step is measured as a whole
 
 
@@ -102,8 +105,9 @@ def explain_plan(plan: MemoryPlan, run: ExplainedRun | None = None, rows: Sequen
     forecast, budget = plan.forecast, plan.budget
     needs, limit = show_bytes(forecast.needs), show_bytes(budget.reserve_limit)
     difference = show_bytes(abs(plan.headroom))
-    title = (f"The run fits: PyTorch needs {needs} of the {limit} available to it: headroom {difference}." if plan.fits
-             else f"The run does not fit: PyTorch needs {needs}, {limit} is available: {difference} short.")
+    title = (f"{TITLES[plan.verdict]}: PyTorch needs {needs} of the {limit} available to it: headroom {difference}."
+             if plan.headroom >= 0 else
+             f"The run does not fit: PyTorch needs {needs}, {limit} is available: {difference} short.")
     what = (f"The peak is in the {PHASES.get(forecast.peak_phase, forecast.peak_phase)} phase: "
             f"{show_bytes(forecast.allocated)} allocated, for {show_count(forecast.params)} parameters.")
     largest = max(forecast.owners_at_peak, key=lambda share: share.nbytes, default=None)
@@ -127,7 +131,7 @@ def explain_plan(plan: MemoryPlan, run: ExplainedRun | None = None, rows: Sequen
     measured = compare_phases(plan, rows)
     return Diagnosis(subject="run" if measured else "plan", title=title, what=what, phase=forecast.peak_phase,
                      shares=tuple(shares), shares_of=gpu if over <= 0 else f"{show_bytes(over)} more than the {gpu}",
-                     remedies=remedies_for(run, plan) if run is not None else (), notes=measured)
+                     remedies=remedies_for(run, plan) if run is not None else (), notes=(*plan.caveats, *measured))
 
 
 def compare_phases(plan: MemoryPlan, rows: Sequence[Row]) -> tuple[str, ...]:

@@ -741,7 +741,7 @@ def _room(case: Case) -> str | None:
                   "size.",
        advice_without_plan=SMALLER_STATE)
 def _states(case: Case) -> str | None:
-    if case.run is None or case.plan is None or case.plan.fits:
+    if case.run is None or case.plan is None or case.plan.headroom >= 0:
         return None
     config, params, limit = case.run.config, case.run.forecast.params, case.plan.budget.reserve_limit
     default = case.is_nanogpt or (config.optimizer, config.offload, config.weights) == ("adamw", "none", "float32")

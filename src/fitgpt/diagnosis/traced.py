@@ -21,7 +21,7 @@ def explain_trace(trace: Trace, gpu: str, others: int | None) -> Diagnosis:
     target = budgets.named(gpu, others=others, budget=None) if gpu else budgets.installed("auto", others=others,
                                                                                          budget=None)
     plan = plan_trace(trace, target)
-    return replace(explain_plan(plan), remedies=() if plan.fits else remedies_of(plan),
+    return replace(explain_plan(plan), remedies=() if plan.headroom >= 0 else remedies_of(plan),
                    notes=(*plan.notes, *trace.notes))
 
 

@@ -53,6 +53,11 @@ class GpuModel:
         return (int(major), int(minor)) if point else None
 
     @property
+    def is_geforce(self) -> bool:
+        """Whether a desktop usually runs on it."""
+        return re.match(r"GTX|TITAN|RTX [2-5]0\d0\b", self.name) is not None
+
+    @property
     def has_matrix_units(self) -> bool:
         """Whether it has tensor cores; without, `tflops` is the float32 rate."""
         if self.name.startswith("GTX"):  # those of Turing have none, either

@@ -179,6 +179,12 @@ def reserved_in_other_orders(tape: Tape) -> tuple[int, ...]:
     return tuple(replay(tape, addresses=order).reserved for order in orders)
 
 
+def completes_in_other_orders(tape: Tape, limit: int) -> bool:
+    """Whether the tape completes under a limit in both of these orders."""
+    orders = MonotonicAddresses(descending_from=MIN_LARGE_ALLOC), MonotonicAddresses(descending_from=NO_LIMIT)
+    return all(replay(tape, limit, addresses=order).failed is None for order in orders)
+
+
 # Memory is reserved in multiples of 2 MiB, so limits between two of them are equal.
 
 

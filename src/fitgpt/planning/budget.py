@@ -42,6 +42,7 @@ class Budget(NamedTuple):
     sources: tuple[str, ...] = ()  # where the figures come from, one sentence each
     margin: int = 0        # kept free where `outside` is a formula's figure
     nccl: int = 0          # of `outside`: NCCL's buffers, if there are several ranks
+    desktop: bool = False  # whether a desktop may run on the GPU, and `others` leaves it out
 
     @property
     def reserve_limit(self) -> int:
@@ -86,7 +87,7 @@ def named(gpu: str, *, others: int | None, budget: int | None, torch: str = "") 
                          "and their memory is shared with the system.", "fitgpt cards")
     if card.vendor == "nvidia":
         note = f"{gpu!r} also means the {' and the '.join(twins)}: the smallest is taken unless the name says which."
-        target = on_card(card, others=others or 0, budget=budget, torch=torch)
+        target = on_card(card, others=others, budget=budget, torch=torch)
         return target._replace(notes=(note, *target.notes)) if twins else target
     if budget is None:
         memory = f" of its {card.memory_gb} GB" if card.memory_gb else ""
@@ -99,11 +100,12 @@ def named(gpu: str, *, others: int | None, budget: int | None, torch: str = "") 
     return target._replace(budget=target.budget._replace(card=card.name), card=card, notes=(note,))
 
 
-def on_card(card: GpuModel, *, others: int = 0, budget: int | None = None, torch: str = "") -> Target:
+def on_card(card: GpuModel, *, others: int | None = None, budget: int | None = None, torch: str = "") -> Target:
     """A row of the table of GPUs, with what was recorded on this machine's GPU of that model."""
     card = gpu_record.with_own_record(card)
-    allowed = budget_for(card, others=others, budget=budget)
-    _check_sizes(allowed, others if others else None, budget)
+    allowed = budget_for(card, others=others or 0, budget=budget)
+    allowed = allowed._replace(desktop=card.is_geforce and others is None and budget is None)
+    _check_sizes(allowed, others or None, budget)
     platform = _platform_here(card.capability or (9, 0), torch, card)
     return Target(platform, allowed, card, notes=_shared_memory_note(card))
 
@@ -263,7 +265,8 @@ def apply_limits(config: RunConfig, budget: Budget) -> Budget:
                          f"{budget.card or 'the GPU'} in all.", "--leave 1GiB")
     left = budget.usable - budget.others - kept_free
     allowed = parse_bytes(config.budget) if config.budget else left
-    return budget._replace(budget=max(min(allowed, left), 0))
+    return budget._replace(budget=max(min(allowed, left), 0),
+                           desktop=budget.desktop and not config.budget and not config.leave)
 
 
 def has_nvlink(card: str) -> bool:

@@ -226,13 +226,13 @@ def smallest(family: list[ChangedRun], enough: Callable[[ChangedRun], bool]) -> 
 
 
 def smallest_that_fit(run: ResolvedRun, platform: Platform, budget: Budget, trainer: str = "fitgpt",
-                      most: int = 3) -> tuple[Change, ...]:
+                      most: int = 3) -> tuple[ChangedRun, ...]:
     """Of each family the smallest change that makes the run fit: at most `most`, the cheapest first."""
     def enough(changed: ChangedRun) -> bool:
         return fits(changed.resolved(platform), platform, budget.reserve_limit, changed.change.trainer)
 
-    found: list[Change] = []
+    found: list[ChangedRun] = []
     for family in by_family(single_changes(run, trainer, compiles=platform.compiles)).values():
         if len(found) < most and (changed := smallest(family, enough)):
-            found.append(changed.change)
+            found.append(changed)
     return tuple(found)

@@ -29,7 +29,9 @@ from .fit_search import (
     permission_notes,
     permitted,
 )
+from .forecast import lowest_error_of, recorded_of
 from .speed import likely_efficiency, modelled
+from .verdict import Verdict, tight_reasons, verdict_of
 
 GIVEN_SHAPE_DOES_NOT_FIT = "nothing with the given shape fits"
 OUTSIDE_ERROR = 128 * MiB   # of gpus.outside_by_rule: most of the OOM messages it was fitted to are within 110 MiB
@@ -68,6 +70,19 @@ class FitResult(NamedTuple):
     considered: int = 0                           # candidates
     replayed: int = 0                             # candidates whose tape was replayed
     notes: tuple[str, ...] = ()
+
+    @property
+    def tight(self) -> list[str]:
+        """Why the chosen settings may run out of memory all the same, one sentence each."""
+        if self.chosen is None:
+            return []
+        lowest = lowest_error_of(recorded_of("fitgpt"), self.chosen.config.compile is not False)
+        return tight_reasons(self.chosen.needs, self.budget, lowest)
+
+    @property
+    def verdict(self) -> Verdict:
+        """On the chosen settings."""
+        return Verdict.DOES_NOT_FIT if self.chosen is None else verdict_of(self.chosen.headroom, tight=self.tight)
 
     def __str__(self) -> str:
         from ..show.fit_text import fit_text  # a result prints itself; nothing else here shows anything

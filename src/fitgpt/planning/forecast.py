@@ -7,8 +7,9 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from itertools import accumulate
 from math import log2, prod
 from pathlib import Path
@@ -25,6 +26,7 @@ from ..memory.timeline import (
     PhasePeak,
     Timeline,
     chart_points,
+    completes_in_other_orders,
     replay,
     reserved_in_other_orders,
 )
@@ -34,6 +36,7 @@ from ..tapes import nanogpt as nanogpt_tape
 from ..tapes.aten import round_up
 from ..tapes.nanogpt_compiled import LINE, MULTIPLE, MULTIPLE_FLOAT32, ODD_SIZES, has_odd_sizes
 from .budget import Budget
+from .verdict import Verdict, tight_reasons, verdict_of
 
 
 class OwnerShare(NamedTuple):
@@ -56,6 +59,8 @@ class Forecast(NamedTuple):
     reserved_range: tuple[int, int]        # lowest and highest, over the addresses a driver may return
     assumes: dict[str, str]                # torch, attention, compile, allocator
     host_bytes: int                        # CPU RAM of what is offloaded
+    not_seen: tuple[str, ...] = ()         # what the run does besides, one sentence each
+    bounded: tuple[str, ...] = ()          # what may take more memory than forecast, one sentence each
 
     @property
     def allocated(self) -> int:
@@ -64,6 +69,9 @@ class Forecast(NamedTuple):
     @property
     def reserved(self) -> int:
         return max(phase.reserved for phase in self.phases.values())
+
+
+OTHER_ADDRESSES = "If the CUDA driver returns addresses in another order than usual, it runs out of memory."
 
 
 @dataclass(frozen=True)
@@ -78,9 +86,24 @@ class MemoryPlan:
         """Bytes; negative where the run does not fit."""
         return self.budget.reserve_limit - self.forecast.needs
 
+    @cached_property
+    def tight(self) -> tuple[str, ...]:
+        """Why it may run out of memory although it needs no more than the limit, one sentence each."""
+        found = tight_reasons(self.forecast.needs, self.budget, lowest_error(self.forecast))
+        return tuple(dict.fromkeys([*found, *self.forecast.bounded]))
+
+    @property
+    def verdict(self) -> Verdict:
+        return verdict_of(self.headroom, self.forecast.not_seen, self.tight)
+
     @property
     def fits(self) -> bool:
-        return self.headroom >= 0
+        return self.verdict is Verdict.FITS
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What the verdict leaves open, one sentence each: what was not seen, and why a run that fits may not."""
+        return (*self.forecast.not_seen, *(self.tight if self.headroom >= 0 else ()))
 
     @property
     def process_bytes(self) -> int:
@@ -110,8 +133,8 @@ def forecast(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt", limi
     less is then forecast as it completes."""
     nanogpt, expandable = trainer == "nanogpt", platform.uses_expandable_segments(trainer)
     params = run.gpt_config().count_params()
-    timeline, needed, reserved_range, phases, highest = replayed(write_tape(run, platform, trainer), limit,
-                                                                 expandable=expandable)
+    timeline, needed, reserved_range, phases, highest, bounded = replayed(write_tape(run, platform, trainer), limit,
+                                                                          expandable=expandable)
     if nanogpt and not run.eval_only:  # a resume reads weights and moments onto the GPU, next to the model it has made
         resumed = phases["load"].allocated + 12 * params
         phases["save"] = PhaseMemory(timeline.allocated[-1], timeline.reserved)
@@ -139,7 +162,7 @@ def forecast(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt", limi
         needs=needed, reserved_range=reserved_range,
         assumes={"torch": platform.describe_torch(), "attention": attention,
                  "compile": compiled if run.compile else "eager", "allocator": EXPANDABLE if expandable else NATIVE},
-        host_bytes=0 if nanogpt else host_bytes(run))
+        host_bytes=0 if nanogpt else host_bytes(run), bounded=bounded)
 
 
 class Replayed(NamedTuple):
@@ -150,6 +173,7 @@ class Replayed(NamedTuple):
     reserved_range: tuple[int, int]  # lowest and highest, over the addresses a driver may return
     phases: dict[str, PhaseMemory]
     highest: PhasePeak               # the phase that allocates most
+    bounded: tuple[str, ...]         # whether it may run out of memory under the limit
 
 
 def replayed(tape: Tape, limit: int | None, *, expandable: bool) -> Replayed:
@@ -159,7 +183,12 @@ def replayed(tape: Tape, limit: int | None, *, expandable: bool) -> Replayed:
     if limit is not None and needed <= limit < unlimited.reserved:
         timeline = replay(tape, limit, expandable=expandable)
     reserved = unlimited.reserved, *(() if expandable else reserved_in_other_orders(tape))
-    most = max(reserved) if timeline is unlimited else timeline.reserved
+    most, bounded = max(reserved) if timeline is unlimited else timeline.reserved, tuple[str, ...]()
+    if limit is not None and needed <= limit < most:
+        if completes_in_other_orders(tape, limit):
+            most = limit
+        else:
+            bounded = (OTHER_ADDRESSES,)
 
     # Reserved is cumulative: a phase that repeats comes after all the others.
     peaks = timeline.peaks()
@@ -167,7 +196,7 @@ def replayed(tape: Tape, limit: int | None, *, expandable: bool) -> Replayed:
     phases = {phase: PhaseMemory(peak.allocated, held) for (phase, peak), held in zip(peaks.items(), so_far,
                                                                                       strict=True)}
     return Replayed(timeline, needed, (min(*reserved, most), most), phases,
-                    max(peaks.values(), key=lambda peak: peak.allocated))
+                    max(peaks.values(), key=lambda peak: peak.allocated), bounded)
 
 
 def one_step(timeline: Timeline, most: int = MAX_POINTS) -> OwnerTimeline:
@@ -390,6 +419,7 @@ class TrackRecord(NamedTuple):
     worst_percent: float | None   # the largest error of all their figures; None: there are no runs
 
 
+@cache  # every plan asks several times
 def recorded_runs() -> list[dict[str, str]]:
     """The rows of the file, by COLUMNS."""
     with TRACK_RECORD.open(encoding="utf-8", newline="") as file:
@@ -399,8 +429,12 @@ def recorded_runs() -> list[dict[str, str]]:
 def _recorded_like(forecast: Forecast) -> list[dict[str, str]]:
     """The recorded runs of that trainer and allocator."""
     assumes = forecast.assumes
-    kind = record_kind(forecast.trainer, expandable=assumes["allocator"] == EXPANDABLE,
-                       odd=ODD_SIZES in assumes["compile"])
+    return recorded_of(record_kind(forecast.trainer, expandable=assumes["allocator"] == EXPANDABLE,
+                                   odd=ODD_SIZES in assumes["compile"], convolutions="convolutions" in assumes))
+
+
+def recorded_of(kind: str) -> list[dict[str, str]]:
+    """The recorded runs of a `record_kind`."""
     return [row for row in recorded_runs() if row["trainer"] == kind]
 
 
@@ -411,9 +445,22 @@ def track_record_of(forecast: Forecast, gpu: str) -> TrackRecord:
     return TrackRecord(sum(row["gpu"] == gpu for row in rows), len(rows), max(errors, key=abs) if errors else None)
 
 
-def record_kind(trainer: str, *, expandable: bool, odd: bool) -> str:
+def lowest_error(forecast: Forecast) -> float:
+    """By how much forecasts of such runs, eager or compiled, were too low at most: −0.05 is 5 %; 0: none was."""
+    return lowest_error_of(_recorded_like(forecast), forecast.assumes["compile"] != "eager")
+
+
+def lowest_error_of(rows: Iterable[dict[str, str]], compiled: bool) -> float:
+    """The same of recorded runs."""
+    return min((int(row["forecast_reserved_bytes"]) / int(row["reserved_bytes"]) - 1 for row in rows
+                if row["mode"] == ("compiled" if compiled else "eager")), default=0.0)
+
+
+def record_kind(trainer: str, *, expandable: bool, odd: bool, convolutions: bool = False) -> str:
     """The value of the column `trainer`. Runs of nanoGPT are counted apart with the native allocator, with expandable
-    segments, and with sizes for which torch's compiler times on the GPU whether to pad."""
+    segments, and with sizes for which torch's compiler times on the GPU whether to pad; scripts with convolutions."""
+    if convolutions:
+        return f"{trainer}, convolutions"
     if trainer != "nanogpt":
         return trainer
     return f"{trainer}, {EXPANDABLE}" if expandable else f"{trainer}, {ODD_SIZES}" if odd else trainer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -33,7 +33,7 @@ from .budget import (
     targets_for,
     unmodelled_allocator_options,
 )
-from .changes import Change, PricedChange, memory_use, priced, ranked, single_changes, smallest_that_fit
+from .changes import Change, ChangedRun, PricedChange, memory_use, priced, ranked, single_changes, smallest_that_fit
 from .forecast import (
     MemoryPlan,
     RecordedRun,
@@ -43,9 +43,10 @@ from .forecast import (
     replay_run,
     track_record_of,
 )
-from .plan_file import document, rank_document
+from .plan_file import Estimate, change_document, document, rank_document
 from .request import NO_OPTIONS, PlanRequest, assignments_from, plan_request
 from .speed import SpeedEstimate
+from .verdict import Verdict, tight_reasons, verdict_of
 
 OF_THE_COMMAND = ("all_cards", "timeline", "json")  # options of `fitgpt plan` that the function does not take
 
@@ -66,7 +67,7 @@ class PrintedPlan(MemoryPlan):
     def __repr__(self) -> str:
         from ..show.plan_text import VERDICTS, verdict
 
-        return f"<{self.function}: {VERDICTS[self.fits]}: {verdict(self)}>"
+        return f"<{self.function}: {VERDICTS[self.verdict]}: {verdict(self)}>"
 
     def _repr_html_(self) -> str:
         """For notebooks."""
@@ -96,10 +97,16 @@ class Plan(PrintedPlan):
     def trainer(self) -> str:
         return self.forecast.trainer
 
-    @cached_property
+    @property
     def changes(self) -> tuple[Change, ...]:
         """The smallest changes that make it fit, where it does not."""
-        return () if self.fits else smallest_that_fit(self.run, self.target.platform, self.budget, self.trainer)
+        return tuple(each.change for each in self._changed)
+
+    @cached_property
+    def _changed(self) -> tuple[ChangedRun, ...]:
+        if self.headroom >= 0:
+            return ()
+        return smallest_that_fit(self.run, self.target.platform, self.budget, self.trainer)
 
     @cached_property
     def duration(self) -> Duration:
@@ -128,25 +135,39 @@ class Plan(PrintedPlan):
         """What every single change saves, with --options."""
         if not self.with_options:
             return None
+        return self._priced(single_changes(self.run, self.trainer, compiles=self.target.platform.compiles))
+
+    def _priced(self, changes: Iterable[ChangedRun]) -> list[PricedChange]:
         platform, card = self.target.platform, self.target.card
         before = memory_use(self.run, platform, self.trainer)
         return ranked(priced(changed, before, platform, self.budget)._replace(
                           speed=relative_speed(changed.config, changed.change.trainer, self.run, self.trainer, card))
-                      for changed in single_changes(self.run, self.trainer, compiles=platform.compiles))
+                      for changed in changes)
+
+    @property
+    def step_seconds(self) -> Estimate | None:
+        """Of an optimizer step; None where the GPU's speed is not known."""
+        speed = expected_speed(self.run, self.target.card, self.trainer)
+        return speed and Estimate(*(self.run.tokens_per_step / each for each in (speed.high, speed.likely, speed.low)))
 
     def to_dict(self) -> dict[str, Any]:
         """What --json prints."""
-        return {**document(self, self.target.platform.torch, self.track_record),
+        return {**document(self, self.target.platform.torch, self.track_record, self.step_seconds),
                 "run": {**self.duration._asdict(), "tokens_per_param": self.duration.tokens / self.duration.params},
                 "formulas": {share.owner: share.formula for share in self.forecast.owners_at_peak},
-                "changes": [{**change._asdict(), "rank": change.rank} for change in self.changes],
-                "options": self.options and [{**each._asdict(), "change": {**each.change._asdict(),
-                                                                           "rank": each.change.rank}}
-                                             for each in self.options],
+                "changes": self._documents(self._priced(self._changed)),
+                "options": self.options and self._documents(self.options),
                 "nearest_recorded_run": self.nearest_recorded_run and self.nearest_recorded_run._asdict(),
                 "notes": list(self.notes), "sources": list(self.budget.sources),
                 **({"ranks": [{"rank": number, **rank_document(each)} for number, each in enumerate(self.ranks)]}
                    if self.ranks else {})}
+
+    def _documents(self, changes: Iterable[PricedChange]) -> list[dict[str, Any]]:
+        step = self.step_seconds
+        return [change_document(
+                    self, each.needs, flags=dict(flag[2:].split("=", 1) for flag in each.change.flags),
+                    what=each.change.what, costs=each.change.slower, same_training=each.change.exact,
+                    step_seconds=step.times(1 / each.speed) if step and each.speed else None) for each in changes]
 
     def text(self, width: int) -> str:
         from ..show.plan_text import plan_text
@@ -303,22 +324,38 @@ class GpuVerdict(NamedTuple):
     usable: int | None
     needs: int = 0
     headroom: int = 0
+    verdict: Verdict | None = None
     problem: str = ""
 
     @property
     def fits(self) -> bool:
-        return not self.problem and self.headroom >= 0
+        return self.verdict is Verdict.FITS
+
+    def to_dict(self) -> dict[str, Any]:
+        """A row of `--all-cards --json`."""
+        known = self.verdict is not None
+        return {"gpu": self.name, "usable_bytes": self.usable, "needs_bytes": self.needs if known else None,
+                "headroom_bytes": self.headroom if known else None, "verdict": self.verdict, "fits": self.fits,
+                "problem": self.problem}
 
 
-def every_gpu(needs_on: Callable[[Target], int], others: int = 0, torch: str = "") -> list[GpuVerdict]:
-    """One verdict per GPU. `needs_on`: what the run needs there; UsageError where it cannot run."""
+def best_of(rows: Sequence[GpuVerdict]) -> Verdict:
+    """The verdict on the GPU that suits a run best."""
+    found = {each.verdict for each in rows}
+    return next((verdict for verdict in Verdict if verdict in found), Verdict.DOES_NOT_FIT)
+
+
+def every_gpu(needs_on: Callable[[Target], int], others: int | None = None, torch: str = "", *,
+              lowest: float = 0.0, not_seen: Sequence[str] = (), bounded: Sequence[str] = ()) -> list[GpuVerdict]:
+    """One verdict per GPU. `needs_on`: what the run needs there; UsageError where it cannot run. The rest is as of
+    a forecast."""
     rows = []
     for card in gpus.load():
         usable = card.usable_mib * MiB if card.usable_mib else None
         if card.vendor != "nvidia" or usable is None:
             rows.append(GpuVerdict(card.name, usable, problem="not known"))
             continue
-        if others >= usable:
+        if others and others >= usable:
             rows.append(GpuVerdict(card.name, usable, problem="nothing left by others"))
             continue
         target = on_card(card, others=others, torch=torch)
@@ -327,11 +364,14 @@ def every_gpu(needs_on: Callable[[Target], int], others: int = 0, torch: str = "
         except UsageError as error:
             rows.append(GpuVerdict(card.name, usable, problem=f"needs {error.fix}"))
         else:
-            rows.append(GpuVerdict(card.name, usable, needs, target.budget.reserve_limit - needs))
+            headroom = target.budget.reserve_limit - needs
+            tight = [*tight_reasons(needs, target.budget, lowest), *bounded]
+            rows.append(GpuVerdict(card.name, usable, needs, headroom, verdict_of(headroom, not_seen, tight)))
     return rows
 
 
-def verdicts(config: RunConfig, trainer: str = "fitgpt", others: int = 0, torch: str = "") -> list[GpuVerdict]:
+def verdicts(config: RunConfig, trainer: str = "fitgpt", others: int | None = None,
+             torch: str = "") -> list[GpuVerdict]:
     """One verdict per GPU. GPUs on which the tape is the same are replayed once."""
     known: dict[tuple[Any, ...], Timeline] = {}
 

@@ -20,9 +20,10 @@ from ..core.files import MAX_JSON_BYTES, is_own_json, read_limited, seal_json, u
 from ..core.units import show_bytes, with_article
 from ..runs.metrics import PHASES, PhaseMemory
 from .budget import Budget
-from .forecast import Forecast, MemoryPlan, OwnerShare, TrackRecord
+from .forecast import Forecast, MemoryPlan, OwnerShare, TrackRecord, lowest_error
+from .verdict import tight_reasons, verdict_of
 
-SCHEMA = 1
+SCHEMA = 2
 PLAN_AGAIN = "fitgpt fit -o my_run.plan.json"
 LARGEST_BYTES = 2**63  # no plan or measurement is larger
 SAME = 0.01           # relative; a plan made on another machine may know this GPU's figures less well
@@ -39,43 +40,67 @@ class FallbackPlan(NamedTuple):
     why: str
 
 
-def document(plan: MemoryPlan, torch: str, record: TrackRecord) -> dict[str, Any]:
+class Estimate(NamedTuple):
+    low: float
+    likely: float
+    high: float
+
+    def times(self, factor: float) -> Estimate:
+        return Estimate(*(factor * each for each in self))
+
+    def to_dict(self) -> dict[str, float]:
+        return {name: round(value, 6) for name, value in self._asdict().items()}
+
+
+def document(plan: MemoryPlan, torch: str, record: TrackRecord, step_seconds: Estimate | None) -> dict[str, Any]:
     """What `plan --json` prints. Every key is always there; a phase that the run does not have is null."""
     forecast, budget, phases = plan.forecast, plan.budget, phases_to_json(plan.forecast.phases)
     if "train" in phases and "step" in phases:  # a training iteration ends with the optimizer step
         phases["train"] = {key: max(phases[each][key] for each in ("train", "step")) for key in phases["train"]}
     return {
-        "schema": SCHEMA, "trainer": forecast.trainer, "card": budget.card or None, "torch": torch,
-        "params": forecast.params, "usable_bytes": budget.usable, "others_bytes": budget.others,
-        "budget_bytes": budget.budget, "outside_bytes": budget.outside, "reserve_limit_bytes": budget.reserve_limit,
-        "needs_bytes": forecast.needs, "headroom_bytes": plan.headroom, "fits": plan.fits,
-        "process_bytes": plan.process_bytes, "card_bytes": plan.process_bytes + budget.others,
+        "schema": SCHEMA, "trainer": forecast.trainer, "torch": torch, "params": forecast.params,
+        **rank_document(plan), "budget_bytes": budget.budget, "gpu_bytes": plan.process_bytes + budget.others,
         "phases": {phase: phases.get(phase) for phase in PHASES},
-        "peak_phase": forecast.peak_phase,
-        "owners_at_peak": {share.owner: share.nbytes for share in forecast.owners_at_peak},
-        "reserved_range_bytes": list(forecast.reserved_range), "assumes": forecast.assumes,
-        "basis": {"recorded_runs_on_this_card": record.on_card, "recorded_runs_in_all": record.in_all,
-                  "worst_error_percent": record.worst_percent},
+        "step_seconds": step_seconds and step_seconds.to_dict(), "assumes": forecast.assumes,
+        "track_record": {"recorded_runs_on_this_gpu": record.on_card, "recorded_runs_in_all": record.in_all,
+                         "worst_error_percent": record.worst_percent},
     }
 
 
 def rank_document(plan: MemoryPlan) -> dict[str, Any]:
-    """One rank of several in `plan --json`."""
+    """What a plan and one rank of several have in common in `plan --json`."""
     forecast, budget = plan.forecast, plan.budget
-    return {"card": budget.card or None, "usable_bytes": budget.usable, "others_bytes": budget.others,
+    low, high = forecast.reserved_range
+    return {"gpu": budget.card or None, "usable_bytes": budget.usable, "others_bytes": budget.others,
             "outside_bytes": budget.outside, "reserve_limit_bytes": budget.reserve_limit,
-            "needs_bytes": forecast.needs, "headroom_bytes": plan.headroom, "fits": plan.fits,
-            "process_bytes": plan.process_bytes, "peak_phase": forecast.peak_phase,
-            "phases": phases_to_json(forecast.phases)}
+            "verdict": plan.verdict, "fits": plan.fits, "not_seen": list(forecast.not_seen), "tight": list(plan.tight),
+            "needs_bytes": forecast.needs, "headroom_bytes": plan.headroom, "process_bytes": plan.process_bytes,
+            "reserved_bytes": {"low": low, "likely": min(max(forecast.reserved, low), high), "high": high},
+            "peak": {"phase": forecast.peak_phase, "allocated_bytes": forecast.allocated,
+                     "reserved_bytes": forecast.reserved},
+            "phases": phases_to_json(forecast.phases),
+            "owners": {share.owner: share.nbytes for share in forecast.owners_at_peak}}
+
+
+def change_document(plan: MemoryPlan, needs: int, *, flags: Mapping[str, str], what: str, costs: str,
+                    same_training: bool, paste: Sequence[str] = (),
+                    step_seconds: Estimate | None = None) -> dict[str, Any]:
+    """A change of a plan's run, after which it needs that much."""
+    headroom = plan.budget.reserve_limit - needs
+    tight = tight_reasons(needs, plan.budget, lowest_error(plan.forecast))
+    return {"flags": dict(flags), "paste": list(paste), "what": what, "costs": costs, "needs_bytes": needs,
+            "headroom_bytes": headroom, "verdict": verdict_of(headroom, plan.forecast.not_seen, tight),
+            "same_training": same_training, "basis": "computed",
+            "step_seconds": step_seconds and step_seconds.to_dict()}
 
 
 def text_of_fit(forecast: dict[str, Any], config: RunConfig, budget: Budget, plans: Sequence[FallbackPlan],
                 speed: dict[str, Any] | None) -> str:
     """What `fit` writes. `forecast` is the plan's `document`, whose keys are repeated at the top level; `config` is as
     the user gave it."""
-    held = {"card": budget.card, "usable": budget.usable, "others": budget.others, "budget": budget.budget,
+    held = {"gpu": budget.card, "usable": budget.usable, "others": budget.others, "budget": budget.budget,
             "outside": budget.outside, "margin": budget.margin}
-    return seal_json({**forecast, "config": config.to_dict(), "card": budget.card, "budget": held,
+    return seal_json({**forecast, "config": config.to_dict(), "gpu": budget.card, "budget": held,
                       "forecast": forecast, "tokens_per_s": speed, "ladder": fallback_plans_to_json(plans)})
 
 
@@ -107,14 +132,16 @@ def plan_from(document: Any) -> MemoryPlan | None:
                   for phase, held in document["phases"].items() if held}
         formulas = document.get("formulas") or {}
         owners = tuple(OwnerShare(owner, figure(nbytes), str(formulas.get(owner, "")))
-                       for owner, nbytes in document["owners_at_peak"].items())
-        low, high = document.get("reserved_range_bytes") or (0, 0)
+                       for owner, nbytes in document["owners"].items())
+        reserved = document["reserved_bytes"]
         forecast = Forecast(
-            str(document["trainer"]), figure(document["params"]), phases, str(document["peak_phase"]), owners,
-            figure(document["needs_bytes"]), (figure(low), figure(high)), dict(document["assumes"]), host_bytes=0)
+            str(document["trainer"]), figure(document["params"]), phases, str(document["peak"]["phase"]), owners,
+            figure(document["needs_bytes"]), (figure(reserved["low"]), figure(reserved["high"])),
+            dict(document["assumes"]), host_bytes=0, not_seen=tuple(map(str, document["not_seen"])),
+            bounded=tuple(map(str, document["tight"])))
         usable, others, whole, outside = (figure(document[f"{name}_bytes"])
                                           for name in ("usable", "others", "budget", "outside"))
-        budget = Budget(str(document["card"] or "card"), usable, others, whole, outside)
+        budget = Budget(str(document["gpu"] or "GPU"), usable, others, whole, outside)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
     return MemoryPlan(forecast, budget) if phases and owners else None
@@ -199,7 +226,7 @@ def read(path: str) -> PlanFile:
     if document.get("schema", SCHEMA) != SCHEMA:
         raise UsageError(f"--plan {path} has schema {document['schema']!r}, and this fitgpt knows {SCHEMA}.",
                          f"fitgpt fit -o {shlex.quote(path)}")
-    card = document.get("card")
+    card = document.get("gpu")
     return PlanFile(path, _options(path, document["config"]), card if isinstance(card, str) else "",
                     _needs(document.get("forecast")), _fallback_plans(path, document.get("ladder")))
 

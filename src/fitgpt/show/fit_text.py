@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.units import GiB, MiB, show_bytes, show_count, with_article
 from ..planning.speed import MEASURED_ERROR, SpeedEstimate
+from ..planning.verdict import Verdict
 from . import charts
 from .plan_text import signed_bytes
 from .terminal import MIN_TEXT_WIDTH, labelled_rows, paragraph, table, wrap
@@ -32,6 +33,7 @@ def fit_text(fitted: FitResult, run: str, *, width: int = 80, todo: str = "") ->
     chosen, budget = fitted.chosen, fitted.budget
     where = f" on {with_article(budget.card)}" if budget.card else ""
     parts = [paragraph(f"{run}{where}: {verdict(fitted)}", width)]
+    parts += [paragraph(f"Tight: {each}", width) for each in fitted.tight]
     if chosen is not None:
         parts.append(_comparison(fitted, width))
         if fitted.step_up is not None:
@@ -274,7 +276,8 @@ def _speed_chart(fitted: FitResult) -> str:
 
 def fit_json(fitted: FitResult, goal: str) -> dict[str, Any]:
     budget = fitted.budget
-    return {"schema": 1, "goal": goal, "fits": fitted.chosen is not None, "card": budget.card or None,
+    return {"schema": 2, "goal": goal, "verdict": fitted.verdict, "fits": fitted.verdict is Verdict.FITS,
+            "tight": fitted.tight, "gpu": budget.card or None,
             "reserve_limit_bytes": budget.reserve_limit, "outside_bytes": budget.outside,
             "margin_bytes": budget.margin, "asked": _scored_json(fitted.given),
             "chosen": fitted.chosen and _scored_json(fitted.chosen),

@@ -10,6 +10,7 @@ from ..core.units import GiB, MiB, show_bytes, show_count, show_seconds, show_st
 from ..memory.timeline import OwnerTimeline
 from ..planning.changes import Change, PricedChange
 from ..planning.forecast import MemoryPlan, TrackRecord
+from ..planning.verdict import Verdict
 from ..runs.metrics import PHASES
 from .terminal import MIN_TEXT_WIDTH, labelled_rows, paragraph, table, wrap
 
@@ -19,7 +20,9 @@ if TYPE_CHECKING:  # a plan imports this module to print itself
     from ..tracing.trace_file import Trace
 
 TRAINERS = {"fitgpt": "fitgpt", "nanogpt": "nanoGPT's train.py", "script": "traced scripts"}
-VERDICTS = {True: "Fits", False: "Does not fit"}
+VERDICTS = {Verdict.FITS: "Fits", Verdict.TIGHT: "Tight", Verdict.NOT_ALL_SEEN: "Not all seen",
+            Verdict.DOES_NOT_FIT: "Does not fit"}
+COLOURS = {Verdict.FITS: 32, Verdict.DOES_NOT_FIT: 31}  # of a terminal; others are yellow, 33
 RESULTS = {"exact": "same result", "lossy": "changes the result", "other": "losses no longer compare",
            "batch": "changes the effective batch size, and so what is trained"}  # by Change.kind
 KERNELS = {"flash": "flash attention", "cudnn": "cuDNN's flash attention", "efficient": "memory-efficient attention"}
@@ -48,7 +51,7 @@ def plan_text(plan: Plan, width: int = 80, *, colour: bool = False) -> str:
         parts.append(rank_table(plan.ranks, width))
     if too_long := long_run_text(plan.duration, plan.run.warmup_iters):
         parts.append(paragraph(too_long, width))
-    if not plan.fits:
+    if plan.headroom < 0:
         parts.append(suggestion_text(plan.changes, forecast.trainer, width, priced=priced))
     parts += [phase_table(plan, width), owner_table(plan, width)]
     rows = [("run", run_text(plan.duration)), ("attention", attention_text(plan.run, forecast.assumes["attention"])),
@@ -67,7 +70,7 @@ def traced_text(plan: TracedPlan, width: int = 80, *, colour: bool = False) -> s
     gpu = with_article(plan.budget.card) if plan.budget.card else ""
     parts = [paragraph(traced_title(plan.trace, gpu), width),
              verdict_text(plan, plan.target.neighbours, width, colour=colour)]
-    if not plan.fits:
+    if plan.headroom < 0:
         parts.append(traced_changes_text(plan, width))
     parts += [phase_table(plan, width), step_table(plan, width), owner_table(plan, width), tensor_table(plan, width),
               labelled_rows([("assumes", assumptions_text(plan)), ("accuracy", accuracy_text(plan, plan.track_record)),
@@ -116,9 +119,12 @@ def tensor_table(plan: TracedPlan, width: int) -> str:
 
 def verdict_text(plan: MemoryPlan, neighbours: str, width: int, *, colour: bool) -> str:
     """The verdict as a paragraph, its first word coloured."""
-    word = VERDICTS[plan.fits]
-    text = paragraph(f"{word}: {verdict(plan, neighbours)}", width)
-    return f"\x1b[1;{32 if plan.fits else 31}m{word}\x1b[0m{text[len(word):]}" if colour else text
+    word = VERDICTS[plan.verdict]
+    text = "\n".join([paragraph(f"{word}: {verdict(plan, neighbours)}", width),
+                      *("\n".join(wrap(each, width, "  ", indent=2)) for each in plan.caveats)])
+    return f"\x1b[1;{COLOURS.get(plan.verdict, 33)}m{word}\x1b[0m{text[len(word):]}" if colour else text
+
+
 
 
 def run_title(run: RunConfig, trainer: str, params: int, gpu: str, *, vocab_assumed: bool = False) -> str:
@@ -152,7 +158,7 @@ def rank_table(ranks: Sequence[MemoryPlan], width: int) -> str:
         if numbers != list(range(numbers[0], numbers[-1] + 1)):
             label = ", ".join(map(str, numbers))
         rows.append((f"rank {label}", plan.budget.card, size(plan.forecast.needs), size(plan.budget.reserve_limit),
-                     size(plan.process_bytes), "fits" if plan.fits else "does not fit"))
+                     size(plan.process_bytes), VERDICTS[plan.verdict].lower()))
     return (table(rows, left=(0, 1, 5), width=width, optional=(4,))
             + "\nThe tables below are those of the rank with the least headroom.")
 
@@ -200,9 +206,11 @@ def verdict(plan: MemoryPlan, neighbours: str = "") -> str:
     limit += f", {show_bytes(budget.outside)} outside the allocator)"
     difference = show_bytes(abs(plan.headroom))
     headroom = f"headroom {difference}"
-    sentences = [f"needs {show_bytes(forecast.needs)}, {limit}: {headroom if plan.fits else f'{difference} too much'}."]
+    fitting, least = plan.headroom >= 0, "at least " if forecast.not_seen else ""
+    sentences = [f"needs {least}{show_bytes(forecast.needs)}, {limit}: "
+                 f"{headroom if fitting else f'{difference} too much'}."]
     room = budget.usable - budget.outside - forecast.needs
-    if takes_all and plan.fits:
+    if takes_all and fitting:
         sentences.append(f"It fits while everything else on the GPU stays under {show_bytes(room)}.")
     elif takes_all and room > 0:
         sentences.append(f"It would fit if everything else on the GPU stayed under {show_bytes(room)}.")
@@ -351,12 +359,13 @@ def all_cards_table(verdicts: Sequence[GpuVerdict], speeds: Mapping[str, tuple[f
     rows = [("GPU", "usable", "needs", "headroom", "", "1,000 tokens/s" if speeds else "", "hours" if tokens else "")]
     for each in verdicts:
         usable = size(each.usable) if each.usable is not None else "not known"
-        if each.problem:
+        if each.verdict is None:
             rows.append((each.name, usable, "", "", each.problem, "", ""))
         else:
-            fits = each.fits
+            fits = each.headroom >= 0
             rows.append((each.name, usable, size(each.needs), size(each.headroom).replace("-", "−"),
-                         VERDICTS[fits].lower(), estimate(each.name, lambda speed: speed / 1000) if fits else "",
+                         VERDICTS[each.verdict].lower(),
+                         estimate(each.name, lambda speed: speed / 1000) if fits else "",
                          estimate(each.name, lambda speed: tokens / speed / 3600) if fits and tokens else ""))
     text = table(rows, left=(0, 4), width=width, optional=(1, 2, 5, 6, 3))
     estimates = "; speed by a roofline estimate (docs/fit.md)" if "tokens/s" in text else ""
@@ -390,7 +399,7 @@ def timeline_page(plan: MemoryPlan, timeline: OwnerTimeline, subject: str, note:
     title = f"{subject}, {show_count(forecast.params)} parameters: one step"
     chart = stacked_chart(timeline, title="Allocated, by owner", limit=budget.reserve_limit,
                           limit_name="may be reserved", note=note)
-    summary = escaped(f"{VERDICTS[plan.fits]}: {verdict(plan)}")
+    summary = escaped(" ".join([f"{VERDICTS[plan.verdict]}: {verdict(plan)}", *plan.caveats]))
     owners = "".join(
         f'<tr><th scope="row">{escaped(share.owner)}</th><td class="figure">{show_bytes(share.nbytes)}</td>'
         f"<td>{escaped(share.formula)}</td></tr>" for share in forecast.owners_at_peak)

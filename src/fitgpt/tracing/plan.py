@@ -20,14 +20,23 @@ from ..memory.platform import EXPANDABLE, NATIVE, Platform
 from ..memory.tape import Span, Tape
 from ..memory.timeline import OwnerTimeline, Timeline, chart_points, replay
 from ..planning.budget import Target
-from ..planning.forecast import Forecast, OwnerShare, TrackRecord, alive_after, replayed, track_record_of
+from ..planning.forecast import (
+    Forecast,
+    OwnerShare,
+    TrackRecord,
+    alive_after,
+    lowest_error_of,
+    record_kind,
+    recorded_of,
+    replayed,
+    track_record_of,
+)
 from ..planning.plan import GpuVerdict, PrintedPlan, every_gpu
-from ..planning.plan_file import document
+from ..planning.plan_file import change_document, document
 from .recorder import LOAD
 from .trace_file import EMPTIED, Kind, Trace
 
 SCRIPT = "script"          # Forecast.trainer
-CONVOLUTIONS = "script, convolutions"  # their own recorded runs
 PASSES = {"load": "loading", "forward": "the forward pass", "backward": "the backward pass",
           "optimizer": "the optimizer step", "eval": "evaluation"}  # phases of a trace
 LARGEST_TENSORS = 10
@@ -42,7 +51,7 @@ PLANNED_NOTE = ("The script calls torch.compile. Inductor, its compiler, planned
                 "decides by timing kernels on the GPU is not known, hence the range.")
 UNPLANNED_NOTE = ("The script calls torch.compile, and the compiler does not run on its shapes alone. Phases, steps, "
                   "owners and tensors are those of an eager trace; the range of the compiled run is estimated from it.")
-ARITHMETIC = "arithmetic on the trace, not traced"
+HALF_BATCH, IN_8_BITS = "half the batch size", "an 8-bit optimizer"
 
 
 class PeakMemory(NamedTuple):
@@ -81,6 +90,12 @@ class TracedChange(NamedTuple):
     @property
     def fits(self) -> bool:
         return self.headroom >= 0
+
+    @property
+    def exact(self) -> bool:
+        """Whether the same is trained, up to rounding."""
+        return self.change not in (HALF_BATCH, IN_8_BITS)
+
 
 
 @dataclass(frozen=True, repr=False)
@@ -152,19 +167,18 @@ class TracedPlan(PrintedPlan):
 
     @cached_property
     def track_record(self) -> TrackRecord:
-        convolutions = any("convolution" in kind.op for kind in self.trace.tensors)
-        trainer = CONVOLUTIONS if convolutions else SCRIPT
-        return track_record_of(self.forecast._replace(trainer=trainer), self.budget.card)
+        return track_record_of(self.forecast, self.budget.card)
 
     def to_dict(self) -> dict[str, Any]:
         """What --json prints: the keys of `plan --json`, and those of a trace."""
-        return {**document(self, self.target.platform.torch, self.track_record),
-                "command": list(self.trace.command), "peak": self.peak._asdict(),
+        found = document(self, self.target.platform.torch, self.track_record, None)
+        return {**found, "command": list(self.trace.command), "peak": {**found["peak"], **self.peak._asdict()},
                 "steps": [step._asdict() for step in self.steps],
                 "tensors": [tensor._asdict() for tensor in self.tensors],
                 "formulas": {share.owner: share.formula for share in self.forecast.owners_at_peak},
-                "changes": [{**each._asdict(), "fits": each.fits, "basis": ARITHMETIC} for each in self.changes],
-                "compiled": self.trace.compiled, "not_seen": list(self.trace.notes), "notes": list(self.notes),
+                "changes": [change_document(self, each.needs, flags={}, what=each.change, costs="",
+                                            same_training=each.exact) for each in self.changes],
+                "compiled": self.trace.compiled, "notes": [*self.trace.notes, *self.notes],
                 "sources": list(self.budget.sources)}
 
     def text(self, width: int) -> str:
@@ -192,7 +206,7 @@ def plan_trace(trace: Trace, target: Target, allocator: str = "") -> TracedPlan:
                        expandable_requested=expandable)
     target, traced = target._replace(platform=platform), trace.on(platform)
     limit = target.budget.reserve_limit
-    timeline, needed, reserved_range, phases, highest = replayed(
+    timeline, needed, reserved_range, phases, highest, bounded = replayed(
         with_phases(traced.tape, traced.phases, traced.steps), limit, expandable=expandable)
     if trace.compiled:
         needed = needed_for(trace, timeline)
@@ -203,7 +217,9 @@ def plan_trace(trace: Trace, target: Target, allocator: str = "") -> TracedPlan:
         assumes={"torch": platform.describe_torch(), "attention": "traced",
                  "compile": "eager" if not trace.compiled else "a range around the compiler's plan" if trace.planned
                  else "a range from the eager trace",
-                 "allocator": EXPANDABLE if expandable else NATIVE}, host_bytes=0)
+                 "allocator": EXPANDABLE if expandable else NATIVE,
+                 **({"convolutions": "workspaces by rule"} if trace.convolutions else {})},
+        host_bytes=0, not_seen=trace.not_seen, bounded=(*trace.bounded, *bounded))
     of_compiler = [PLANNED_NOTE if trace.planned else UNPLANNED_NOTE] if trace.compiled else []
     notes = (*target.notes, *of_compiler, *notes_on(trace, platform), *notes_on_batches(trace))
     return TracedPlan(forecast, target.budget, traced, target, timeline, notes)
@@ -309,12 +325,12 @@ def possible_changes(trace: Trace) -> list[tuple[str, str, Size]]:
     def fused(number: int, kind: Kind) -> int:
         return 0 if number in temporary else kind.nbytes
 
-    found: list[tuple[str, str, Size]] = [("half the batch size", "half of activations, logits and data", half_batch)]
+    found: list[tuple[str, str, Size]] = [(HALF_BATCH, "half of activations, logits and data", half_batch)]
     if saved:
         found.append(("gradient checkpointing", "what every layer but one saves for backward, except one tensor each",
                       checkpointed))
     if any(in_8_bits(number, trace.tensors[number - 1]) != trace.tensors[number - 1].nbytes for number in states):
-        found.append(("an 8-bit optimizer", "three quarters of the optimizer's state", in_8_bits))
+        found.append((IN_8_BITS, "three quarters of the optimizer's state", in_8_bits))
     if sum(trace.tensors[number - 1].nbytes for number in temporary) > MiB:
         found.append(("a fused optimizer (fused=True)", "temporaries of the optimizer step", fused))
     return found
@@ -350,7 +366,7 @@ def saved_by_layers(trace: Trace, lives: dict[int, tuple[str, str]]) -> set[int]
 # ---- every GPU of the table
 
 
-def verdicts(trace: Trace, others: int = 0, allocator: str = "") -> list[GpuVerdict]:
+def verdicts(trace: Trace, others: int | None = None, allocator: str = "") -> list[GpuVerdict]:
     """One verdict per GPU. GPUs with the same workspaces are replayed once."""
     expandable = trace.expandable if not allocator else allocator == "expandable"
     known: dict[int, Timeline] = {}
@@ -359,6 +375,9 @@ def verdicts(trace: Trace, others: int = 0, allocator: str = "") -> list[GpuVerd
         platform = replace(target.platform, torch=trace.platform.torch)
         if platform.workspace not in known:
             known[platform.workspace] = replay(trace.on(platform).tape, expandable=expandable)
-        return known[platform.workspace].needs_under(target.budget.reserve_limit)
+        timeline = known[platform.workspace]
+        return needed_for(trace, timeline) if trace.compiled else timeline.needs_under(target.budget.reserve_limit)
 
-    return every_gpu(needs_on, others)
+    rows = recorded_of(record_kind(SCRIPT, expandable=expandable, odd=False, convolutions=trace.convolutions))
+    return every_gpu(needs_on, others, lowest=lowest_error_of(rows, trace.compiled), not_seen=trace.not_seen,
+                     bounded=trace.bounded)

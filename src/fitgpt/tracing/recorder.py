@@ -54,6 +54,8 @@ class Recorder:
     evaluates: bool = False                              # whether the first of them was called without gradients
     steps: list[int] = field(default_factory=list)       # the number of events after each optimizer step
     notes: dict[str, None] = field(default_factory=dict) # what the trace cannot know, one sentence each, in order
+    not_seen: dict[str, None] = field(default_factory=dict)  # of these, what may take memory that was not traced
+    bounded: dict[str, None] = field(default_factory=dict)   # and what may take more memory than traced
     allocated: int = 0                                   # bytes alive, as the allocator rounds them
     peak: int = 0                                        # the most of them, since the script last reset it
     peak_from: int = 0                                   # the number of events at that time

@@ -59,7 +59,9 @@ class Trace:
     expandable: bool                   # whether the script would have run with expandable segments
     compiled: bool = False             # whether the script calls torch.compile
     planned: bool = False              # whether all of that is traced as compiled, not as eager code
-    notes: tuple[str, ...] = ()        # what was not seen, one sentence each
+    notes: tuple[str, ...] = ()        # what the trace cannot know, one sentence each
+    not_seen: tuple[str, ...] = ()     # of these, what may take memory that was not traced
+    bounded: tuple[str, ...] = ()      # and what may take more memory than traced
 
     @property
     def platform(self) -> Platform:
@@ -67,6 +69,10 @@ class Trace:
         version = ".".join(self.torch.split(".")[:2])
         return Platform(self.capability, version, expandable=self.expandable, expandable_requested=self.expandable,
                         sms=self.sms)
+
+    @property
+    def convolutions(self) -> bool:
+        return any("convolution" in kind.op for kind in self.tensors)
 
     @cached_property
     def names(self) -> list[str]:
@@ -124,7 +130,8 @@ def trace_of(recorder: Recorder, command: tuple[str, ...], platform: Platform, t
     return Trace(command, tuple(kinds), tuple(events), tuple(phases), tuple(position[step] for step in recorder.steps),
                  recorder.params, platform.capability, platform.sms, torch,
                  wants_expandable_segments(), recorder.compiled,
-                 recorder.compiled and not recorder.unplanned, tuple(recorder.notes))
+                 recorder.compiled and not recorder.unplanned, tuple(recorder.notes),
+                 tuple(recorder.not_seen), tuple(recorder.bounded))
 
 
 # ---- written
@@ -150,6 +157,7 @@ def to_json(trace: Trace) -> str:
         "schema": SCHEMA, "command": list(trace.command), "params": trace.params,
         "capability": list(trace.capability), "sms": trace.sms, "torch": trace.torch, "expandable": trace.expandable,
         "compiled": trace.compiled, "planned": trace.planned, "notes": list(trace.notes),
+        "not_seen": list(trace.not_seen), "bounded": list(trace.bounded),
         "phases": [list(each) for each in trace.phases],
         "steps": list(trace.steps), "strings": list(strings), "kinds": rows,
         "tensors": [kinds[kind] for kind in trace.tensors], "events": list(_distances(trace.events))}, indent=None)
@@ -196,4 +204,5 @@ def from_json(text: str) -> Trace:
                  tuple((name, start) for name, start in document["phases"]), tuple(document["steps"]),
                  document["params"], (document["capability"][0], document["capability"][1]), document["sms"],
                  document["torch"], document["expandable"], document["compiled"],
-                 document.get("planned", False), tuple(document["notes"]))
+                 document.get("planned", False), tuple(document["notes"]), tuple(document.get("not_seen", ())),
+                 tuple(document.get("bounded", ())))

@@ -103,7 +103,7 @@ def plan_on_device(config: RunConfig, choice: DeviceChoice, others: Mapping[str,
     platform = replace(here.platform, compiles=triton_works(), sms=multiprocessors)
     target = here._replace(platform=platform, budget=apply_limits(config, here.budget))
     plan = plan_for(config, target)
-    if not plan.fits and not config.eval_only:
+    if plan.headroom < 0 and not config.eval_only:
         raise does_not_fit(config, plan, could_wait=False)
     # On Windows a run without a limit does not fail: the driver spills into CPU RAM, which is many times slower.
     is_capped = bool(config.budget or config.leave or oom.may_spill())

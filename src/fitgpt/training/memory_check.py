@@ -51,9 +51,9 @@ def check(config: RunConfig, planned: PlanFile | None = None, *, sleep: Callable
         plan = plan_for(with_data(config)[0], found)
         if planned is not None:
             planned.compare(plan)
-        if plan.fits:
+        if plan.headroom >= 0:
             return others
-        could_fit = replace(plan, budget=apply_limits(config, plan.budget._replace(others=0))).fits
+        could_fit = replace(plan, budget=apply_limits(config, plan.budget._replace(others=0))).headroom >= 0
         if not config.wait or not could_fit:
             raise does_not_fit(config, plan, could_wait=could_fit)
         if waited - last_said >= SAY_EVERY_S:

@@ -34,6 +34,7 @@ from ..planning.fit_search import ScoredConfig, parse_allow
 from ..planning.forecast import one_step, replay_run
 from ..planning.plan import expected_speed, nanogpt_notes, plan_for, same_tape
 from ..planning.speed import SpeedEstimate
+from ..planning.verdict import DESKTOP, Verdict
 from ..runs.metrics import PHASES
 from ..show import plan_text as show
 from ..show.charts import stacked_chart
@@ -75,14 +76,14 @@ def plan(query: PageQuery) -> Answer:
     """Verdict and bars from one replay. `exact` adds the headroom, which takes several more."""
     config, timeline = _resolved(query)
     budget, title = query.target.budget, _title(query, config)
-    fitting = timeline.fits(budget.reserve_limit)
-    summary = _summary(timeline, budget.reserve_limit, fitting)
+    verdict = _verdict(timeline, budget)
+    summary = _summary(timeline, budget.reserve_limit, verdict is not Verdict.DOES_NOT_FIT)
     notes = nanogpt_notes(query.config, query.target.platform) if query.trainer == "nanogpt" else []
     return {
-        "fits": fitting, "summary": summary, "title": title,
+        "verdict": verdict, "summary": summary, "title": title,
         "trainer": query.trainer, "peak": timeline.peak, "bars": _bars(timeline, budget),
         "command": command(query), "plan_command": plan_command(query),
-        "config_file": config_file(query, f"{title}. {show.VERDICTS[fitting]}: {summary}"),
+        "config_file": config_file(query, f"{title}. {show.VERDICTS[verdict]}: {summary}"),
         "resolved": {"gpu": query.target.card.name if query.target.card else "", "dtype": config.dtype,
                      "compile": str(config.compile), "others": budget.others, "budget": budget.budget},
         "slider_values": {"n_head": _head_counts(config.n_embd), "n_embd": _widths(config.n_head)},
@@ -107,6 +108,13 @@ def _summary(timeline: Timeline, limit: int, fitting: bool) -> str:
         return f"tensors alone take {show_bytes(peak)}, and {show_bytes(limit)} can be reserved."
     return (f"tensors take {show_bytes(peak)} of the {show_bytes(limit)} that can be reserved, but fragmentation "
             "needs more than the rest.")
+
+
+def _verdict(timeline: Timeline, budget: Budget) -> Verdict:
+    """By few replays: `exact` also compares with earlier forecasts."""
+    if not timeline.fits(budget.reserve_limit):
+        return Verdict.DOES_NOT_FIT
+    return Verdict.TIGHT if budget.desktop and not timeline.fits(budget.reserve_limit - DESKTOP) else Verdict.FITS
 
 
 def _bars(timeline: Timeline, budget: Budget) -> Answer:
@@ -158,15 +166,17 @@ def exact(query: PageQuery) -> Answer:
              ("GPU", " ".join(target.budget.sources)),
              ("step", f"{run.tokens_per_step:,} tokens per step; a checkpoint takes {show_bytes(run.checkpoint_bytes)} "
                       f"on disk{cpu_ram}")]
-    if speed and memory.fits:
+    fitting = memory.headroom >= 0
+    if speed and fitting:
         facts.append(("speed", f"{_tokens(speed)} tokens/s, by {speed.basis}"))
-    headroom = f"{show_bytes(abs(memory.headroom))} {'to spare' if memory.fits else 'too much'}"
-    hours = [show_seconds(3600 * each) for each in run.hours] if run.hours and memory.fits else []
+    headroom = f"{show_bytes(abs(memory.headroom))} {'to spare' if fitting else 'too much'}"
+    hours = [show_seconds(3600 * each) for each in run.hours] if run.hours and fitting else []
     return {
-        "fits": memory.fits, "summary": show.verdict(memory, target.neighbours), "needs": memory.forecast.needs,
+        "verdict": memory.verdict, "summary": " ".join([show.verdict(memory, target.neighbours), *memory.caveats]),
+        "needs": memory.forecast.needs,
         "headroom": memory.headroom,
-        "config_file": config_file(query, f"{_title(query, memory.run)}. {show.VERDICTS[memory.fits]}: {headroom}."),
-        "speed": _tokens(speed) if memory.fits else "",  # a run that cannot be has no speed
+        "config_file": config_file(query, f"{_title(query, memory.run)}. {show.VERDICTS[memory.verdict]}: {headroom}."),
+        "speed": _tokens(speed) if fitting else "",  # a run that cannot be has no speed
         "length": {"steps": run.steps, "tokens": show_count(run.tokens), "hours": " – ".join(dict.fromkeys(hours)),
                    "per_parameter": _few_digits(run.tokens / run.params),
                    "default": query.config.max_iters == RunConfig.max_iters, "suggested_per": TOKENS_PER_PARAMETER,
@@ -203,21 +213,21 @@ def _tokens(speed: SpeedEstimate | None) -> str:
 
 def all_gpus(query: PageQuery) -> Answer:
     """The verdict on every NVIDIA GPU of the table. GPUs with the same tape share one replay, that of the largest."""
-    others = query.target.budget.others if query.questions.others else 0
+    others = query.target.budget.others if query.questions.others else None
     rows: list[Answer] = []
     same: dict[tuple[Any, ...], list[tuple[Answer, Target]]] = {}
     for card in gpus.load():
         if card.vendor != "nvidia" or not card.usable_mib:
             continue
         usable = card.usable_mib * MiB
-        row: Answer = {"name": card.name, "memory": f"{card.memory_gb} GB", "usable": usable, "others": others,
-                       "outside": 0, "peak": 0, "fits": False, "problem": "", "speed": ""}
+        row: Answer = {"name": card.name, "memory": f"{card.memory_gb} GB", "usable": usable, "others": others or 0,
+                       "outside": 0, "peak": 0, "verdict": "", "problem": "", "speed": ""}
         rows.append(row)
         try:
             target = on_card(card, others=others, torch=query.questions.torch)
             check_supported(query.config, target, query.trainer)
         except UsageError as error:
-            row["problem"] = f"needs {error.fix}" if others < usable else "other programs fill it"
+            row["problem"] = f"needs {error.fix}" if (others or 0) < usable else "other programs fill it"
             continue
         config = resolve_run(query.config, target.platform, query.trainer)
         same.setdefault(same_tape(config, target.platform), []).append((row, target))
@@ -228,7 +238,7 @@ def all_gpus(query: PageQuery) -> Answer:
         for row, target in group:
             row["outside"], row["peak"] = target.budget.outside, timeline.peak
             row["speed"] = _tokens(expected_speed(config, target.card, query.trainer, target.platform))
-            row["fits"] = timeline.fits(target.budget.reserve_limit)
+            row["verdict"] = _verdict(timeline, target.budget)
     return {"gpus": rows}
 
 

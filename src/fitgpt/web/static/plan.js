@@ -79,7 +79,7 @@ function draw(plan) {
 
 function drawVerdictAndBars(plan) {
   setInert(false);
-  drawVerdict(plan.fits ? "fits" : "full", "", plan.summary);
+  drawVerdict(plan.verdict, "", plan.summary);
   byId("title").textContent = [plan.title, ...plan.notes].join(". ");
   bars.draw(plan.bars, compared?.ends);
 }
@@ -134,8 +134,8 @@ function drawLength({ hours, steps, tokens, per_parameter, default: by_default, 
 
 function drawExact(exact) {
   if (exact.problem || shown === null) return;
-  const state = exact.fits ? "fits" : "full";
-  const room = t(`headroom.${state}`, { memory: bytes(Math.abs(exact.headroom)) });
+  const state = exact.verdict;
+  const room = t(state === "does_not_fit" ? "headroom.does_not_fit" : "headroom.fits", { memory: bytes(Math.abs(exact.headroom)) });
   drawVerdict(state, room + (exact.speed && ` · ${t("speed", { speed: exact.speed })}`), exact.summary);
   drawLength(exact.length);
   announce(`${t(`verdict.${state}`)}: ${room}.`);

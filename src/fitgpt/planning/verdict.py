@@ -1,0 +1,41 @@
+"""Whether a run fits a GPU, in one word: of plans, traces, ranks and rows of a list of GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from ..core.units import GiB, show_bytes
+from .budget import Budget
+
+DESKTOP = GiB  # headroom that a GeForce which is not in this machine should have: a desktop uses 0.3 to 2 GiB
+
+
+class Verdict(StrEnum):
+    FITS = "fits"                  # all that the run will do was seen, and fits
+    TIGHT = "tight"                # it fits if nothing else uses the GPU, or if the forecast is not too low
+    NOT_ALL_SEEN = "not_all_seen"  # what was seen fits
+    DOES_NOT_FIT = "does_not_fit"
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self is Verdict.FITS else 1 if self is Verdict.DOES_NOT_FIT else 10
+
+
+def verdict_of(headroom: int, not_seen: Sequence[str] = (), tight: Sequence[str] = ()) -> Verdict:
+    """`not_seen`: what the run does besides; `tight`: why it may run out of memory all the same."""
+    if headroom < 0:
+        return Verdict.DOES_NOT_FIT
+    return Verdict.NOT_ALL_SEEN if not_seen else Verdict.TIGHT if tight else Verdict.FITS
+
+
+def tight_reasons(needs: int, budget: Budget, lowest_error: float) -> list[str]:
+    """Why a run that needs no more than the limit may still run out of memory, one sentence each. `lowest_error`: of
+    earlier forecasts of such runs; −0.05: one was 5 % too low."""
+    found, limit = list[str](), budget.reserve_limit
+    if budget.desktop and limit - needs < DESKTOP:
+        found.append("Nothing else may use the GPU, and a desktop takes 0.3 to 2 GiB: --others 1GiB plans with one.")
+    if lowest_error < 0 and needs / (1 + lowest_error) > limit:
+        found.append(f"A forecast of such a run was once {-lowest_error:.1%} too low; this run would then need "
+                     f"{show_bytes(round(needs / (1 + lowest_error)))}.")
+    return found

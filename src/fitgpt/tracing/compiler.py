@@ -57,7 +57,7 @@ class Compiler:
             recorder = self.device.recorder
             recorder.compiled = True
             if mode in WITH_CUDA_GRAPHS:
-                recorder.notes[CUDA_GRAPHS] = None
+                recorder.bounded[CUDA_GRAPHS] = None
             leaves, structure = tree_flatten((args, kwargs))
             modules = _modules_of(function, leaves)
             inputs = [_held(module) for module in modules], *(leaf for leaf in leaves if isinstance(leaf, Tensor))

@@ -30,11 +30,14 @@ from ..memory.platform import Platform
 from .autocast import Autocast
 from .errors import Untraceable
 from .kernels import KERNELS, Call, in_channels_last
-from .recorder import BACKWARD, EVALUATION, FORWARD, LOAD, OPTIMIZER, Recorder, TracedTensor
+from .recorder import BACKWARD, EVALUATION, FORWARD, LOAD, OPTIMIZER, Recorder, TracedTensor, model_line
 from .values import NESTED, Values, is_stand_in, tensors_in
 
 UNKNOWN_CONVOLUTIONS = ("cuDNN chooses the kernels of convolutions on the GPU: their workspaces, up to a few percent "
                         "of the memory, are estimated.")
+BENCHMARK_MODE = ("torch.backends.cudnn.benchmark is True: cuDNN then tries the algorithms of each convolution, with the "
+                  "workspaces that they ask for, which may reserve several times the memory stated. Algorithms that do "
+                  "not fit are left out.")
 SKIPPED_STEPS = ("Gradients are taken to be finite. GradScaler skips steps whose gradients overflow, often the first "
                  "ones: the optimizer's state is then allocated later, and more or less memory may be reserved.")
 NO_LARGER_NUMBERS = "torch.bincount is taken to have `minlength` results: no number is as large."
@@ -186,6 +189,9 @@ class TracedGpu(TorchDispatchMode):
         _inside.depth = getattr(_inside, "depth", 0) + 1
         try:
             return self._run(func, args, dict(kwargs or {}))
+        except Untraceable as error:  # the program may catch it, and goes on otherwise than on a GPU
+            self.recorder.not_seen[f"{model_line()}: {error.what}"] = None
+            raise
         finally:
             _inside.depth -= 1
 
@@ -276,7 +282,9 @@ class TracedGpu(TorchDispatchMode):
             known = self._read(args[0])
             return _any_value(args[0].dtype) if known is None else known.item()
         if func is ops.equal.default:
-            known = self.values.evaluate(func, args, kwargs)
+            known = self.values.evaluate(func, args, kwargs, assume=False)
+            if known is None:
+                self.recorder.makes_up_a_branch()
             return True if known is None else known
         if func is ops._to_copy.default and kwargs.get("device") is not None and kwargs["device"].type == "cpu":
             return self._to_host(args[0], kwargs.get("dtype"))
@@ -364,6 +372,8 @@ class TracedGpu(TorchDispatchMode):
             kernel(call)
             if func is ops.convolution.default:
                 self.recorder.notes[UNKNOWN_CONVOLUTIONS] = None
+                if torch.backends.cudnn.benchmark:
+                    self.recorder.bounded[BENCHMARK_MODE] = None
         call.finish()
 
     def _run_kernel(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -382,10 +392,12 @@ class TracedGpu(TorchDispatchMode):
 
     def _read(self, tensor: Tensor) -> Tensor | None:
         """The values of a tensor for the program; None if they are unknown."""
-        known, whole = self.values.of(tensor), not tensor.is_floating_point() and tensor.dtype != torch.bool
-        if whole and (known is None or self.values.is_assumed(tensor)):
-            self.recorder.makes_up_a_number()
-        return known
+        if not tensor.is_floating_point() and self.values.is_guess(tensor):
+            if tensor.dtype == torch.bool:
+                self.recorder.makes_up_a_branch()
+            else:
+                self.recorder.makes_up_a_number()
+        return self.values.of(tensor)
 
     def _to_host(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         known = self._read(tensor)

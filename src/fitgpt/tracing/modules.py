@@ -78,7 +78,7 @@ class ModuleCalls:
                 if isinstance(each, nn.Embedding):
                     self.recorder.has_embedding(each.num_embeddings)
                 if isinstance(each, nn.RNNBase):
-                    self.recorder.notes[UNKNOWN_RNNS] = None
+                    self.recorder.bounded[UNKNOWN_RNNS] = None
             self._parameters.update({each: name for name, each in module.named_parameters()})
             self.recorder.params = max(self.recorder.params, sum(map(elements, module.parameters())))
             for name, each in (*module.named_parameters(), *module.named_buffers()):

@@ -70,7 +70,7 @@ CUDA_TYPES = {"Float": torch.float32, "Half": torch.float16, "BFloat16": torch.b
 
 
 def install(patches: Patches, device: TracedGpu, target: Target) -> None:
-    _tensors(patches)
+    _tensors(patches, device)
     _texts(patches, device)
     _types(patches)
     _constructors(patches)
@@ -116,7 +116,7 @@ def default_device() -> torch.device:
     return HOST
 
 
-def _tensors(patches: Patches) -> None:
+def _tensors(patches: Patches, device: TracedGpu) -> None:
     patches.set(Tensor, "device", property(device_of))
     patches.set(Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "cuda"))
     patches.set(Tensor, "is_meta", property(lambda tensor: tensor.device.type == "meta"))
@@ -148,6 +148,14 @@ def _tensors(patches: Patches) -> None:
         tensor = tensor.detach().cpu()
         return real_list(made_up(tensor.shape, tensor.dtype) if is_stand_in(tensor) else tensor)
 
+    real_bool = Tensor.__bool__
+
+    def truth(tensor: Tensor) -> bool:
+        if is_stand_in(tensor) and device.values.is_guess(tensor):
+            device.recorder.makes_up_a_branch()
+        return real_bool(tensor)
+
+    patches.set(Tensor, "__bool__", truth)
     real_set = torch._C.TensorBase.__setitem__
 
     def set_item(tensor: Tensor, index: Any, value: Any) -> None:

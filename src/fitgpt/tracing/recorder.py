@@ -20,6 +20,8 @@ from ..memory.timeline import replay
 LOAD, FORWARD, BACKWARD, OPTIMIZER, EVALUATION = "load", "forward", "backward", "optimizer", "eval"
 PACKAGE = os.path.dirname(os.path.abspath(__file__))
 MADE_UP = "{} reads a whole number from the GPU, which a trace makes up. Where a size depends on it, the plan is wrong."
+BRANCH = ("{} branches on a value from the GPU, which a trace makes up: one of the two sides was not traced. To trace it, "
+          "write True or False there.")
 # Owners that a tensor keeps, whatever happens to it later.
 SETTLED = {"weights", "workspace", "casts"}
 
@@ -104,7 +106,12 @@ class Recorder:
         """The program reads a whole number that is not known. In a model it may be a size; elsewhere it is a count."""
         self.made_up = source_line()
         if self.modules:
-            self.notes[MADE_UP.format(line_of(self.made_up))] = None
+            self.not_seen[MADE_UP.format(model_line())] = None
+
+    def makes_up_a_branch(self) -> None:
+        """The program reads a truth value that is not known. In a model, what it allocates may depend on it."""
+        if self.modules:
+            self.not_seen[BRANCH.format(model_line())] = None
 
     def empty_cache(self) -> None:
         self.events.append((False, None))
@@ -181,6 +188,21 @@ def source_line() -> str:
             found = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return found
+
+
+def model_line() -> str:
+    """"model.py, line 14": the innermost line of the user's code or of a library other than torch; of a library with the
+    user's line that led to it."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and _place(frame.f_code.co_filename) == "inside":
+        frame = frame.f_back
+    if frame is None:
+        return "The script"
+    found = f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+    while frame is not None and _place(frame.f_code.co_filename) != "user":
+        frame = frame.f_back
+    user = f"{frame.f_code.co_filename}, line {frame.f_lineno}" if frame else found
+    return found if user == found else f"{found} (called at {user})"
 
 
 def line_of(source: str) -> str:

@@ -7,6 +7,8 @@ host, by storage. All other values are unknown.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import isinf
 from typing import Any
 
 import torch
@@ -16,8 +18,12 @@ MOST_BYTES = 4 * 1024 * 1024  # of integers and flags
 MOST_FLOAT_BYTES = 64 * 1024  # of floating-point numbers: weights are not worth it
 NESTED = (tuple, list)  # a union made at each call would be slower
 UNDEFINED = ("empty", "rand", "normal", "bernoulli", "dropout", "multinomial", "uniform", "exponential")
-TRUE = ("aten::all", "aten::isfinite", "aten::_is_all_true")  # the last: torch.distributions checks its arguments
 ORDERED = ("aten::gt", "aten::ge", "aten::lt", "aten::le")
+NOT_FINITE = ("aten::isnan", "aten::isinf", "aten::isposinf", "aten::isneginf")
+# Of flags: operations element by element, and over all of them.
+OF_FLAGS = ("aten::mul", "aten::logical_not", "aten::logical_and", "aten::logical_or", "aten::bitwise_not",
+            "aten::bitwise_and", "aten::bitwise_or", "aten::all", "aten::any", "aten::cat", "aten::stack",
+            "aten::clone", "aten::_to_copy")
 # GradScaler's check for overflow: its flag stays 0.0, since gradients are taken to be finite.
 UNCHANGED = ("aten::_amp_foreach_non_finite_check_and_unscale_", "aten::_amp_update_scale_")
 
@@ -33,8 +39,13 @@ class Values:
     def __init__(self) -> None:
         self._known: dict[int, Any] = {}
         self._assumed: set[int] = set()  # of these, the values are a guess
+        # All numbers are taken to be finite. Flags that say so, of any size: by storage, the one value that all have.
+        self._finite: dict[int, bool] = {}
 
     def of(self, tensor: Tensor) -> Tensor | None:
+        flag = self._finite.get(tensor.untyped_storage()._cdata)
+        if flag is not None and _few(tensor):
+            return torch.full((), flag).expand(tensor.shape)
         storage = self._known.get(tensor.untyped_storage()._cdata)
         if storage is None:
             return None
@@ -43,6 +54,11 @@ class Values:
 
     def is_assumed(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._assumed
+
+    def is_guess(self, tensor: Tensor) -> bool:
+        """Whether a program that reads these values gets an answer that may be another on a GPU."""
+        key = tensor.untyped_storage()._cdata
+        return key not in self._finite and (key not in self._known or key in self._assumed)
 
     def know(self, tensor: Tensor, values: Tensor) -> None:
         """States a tensor's values, if they are few."""
@@ -59,21 +75,29 @@ class Values:
         copy.copy_(values)
 
     def forget(self, key: int) -> None:
+        self._finite.pop(key, None)
         self._known.pop(key, None)
         self._assumed.discard(key)
 
     def compute(self, func: Any, args: Any, kwargs: Any, results: list[Any]) -> None:
         """Values of the results of an operation: from known arguments, else assumed ones.
 
-        Assumed: a number is 1.0, a flag is not set, everything is finite. They answer a program's questions; a size
+        Assumed: a number is 1.0, a flag is not set. They answer a program's questions; a size
         that depends on them is an error, or noted where the program reads it as a number.
         """
         tensors = [each for each in results if isinstance(each, Tensor)]
+        if tensors and tensors[0].dtype == torch.bool and (flag := self._finiteness(func, args)) is not None:
+            self._finite[tensors[0].untyped_storage()._cdata] = flag
+            return
         if not tensors or not all(map(_few, tensors)):
             return
         if func is torch.ops.aten.where.self:
             args = self._chosen(*args)
-        found = self.evaluate(func, args, kwargs, assume=func is not torch.ops.aten._is_all_true.default)
+        checks_arguments = func is torch.ops.aten._is_all_true.default  # torch.distributions: otherwise an error
+        found = self.evaluate(func, args, kwargs, assume=not checks_arguments)
+        if found is None and checks_arguments:
+            self._finite[tensors[0].untyped_storage()._cdata] = True
+            return
         if found is None and func._schema.name in ORDERED:
             ones = [torch.ones(()) if self._is_unknown(each) else each for each in args]
             for tensor in tensors:
@@ -88,9 +112,36 @@ class Values:
             return
         for tensor in tensors:
             if tensor.dtype == torch.bool:
-                self._know(tensor, torch.tensor(func._schema.name in TRUE), True)
+                self._know(tensor, torch.tensor(func._schema.name == "aten::all"), True)
             elif tensor.numel() == 1 and tensor.is_floating_point():
                 self._know(tensor, torch.ones(()), True)
+
+    def _finiteness(self, func: Any, args: Any) -> bool | None:
+        """The flag that an operation gives if numbers are finite; None if it asks something else.
+
+        ATen writes isnan(x) as x != x, isinf(x) as |x| == inf and isfinite(x) as (x == x) * (|x| != inf).
+        """
+        name, given = func._schema.name, tensors_in(args)
+        if all(each.untyped_storage()._cdata in self._finite for each in given if is_stand_in(each)):
+            flags = {self._finite[each.untyped_storage()._cdata] for each in given if is_stand_in(each)}
+            # Flags that are alike: of one element each, the result is the same.
+            if len(flags) == 1 and all(map(is_stand_in, given)) and name in OF_FLAGS:
+                one = _map_tensors(args, lambda each: torch.full([1] * each.dim(), next(iter(flags))))
+                return bool(func(*one).any())
+            return None
+        if name in NOT_FINITE:
+            return False
+        if name not in ("aten::eq", "aten::ne", "aten::lt") or not args[0].is_floating_point():
+            return None
+        first, second = args[:2]
+        if not self.is_guess(first):
+            return None
+        if isinstance(second, Tensor) and not is_stand_in(second) and not second.dim():
+            second = second.item()
+        if isinstance(second, Tensor):
+            return name == "aten::eq" if name != "aten::lt" and _is_same(first, second) else None
+        infinite = isinstance(second, float) and isinf(second) and (second > 0 or name != "aten::lt")
+        return name != "aten::eq" if infinite else None
 
     def evaluate(self, func: Any, args: Any, kwargs: Any, *, assume: bool = True) -> Any:
         """The operation on the host; None if a value is unknown, or without `assume` if it is only assumed."""
@@ -121,6 +172,10 @@ class Values:
         """An operation that writes into tensors: their values too, or they become unknown."""
         if func._schema.name in UNCHANGED:
             return
+        for each in written:
+            flag = self._finite.pop(each.untyped_storage()._cdata, None)
+            if flag is not None:
+                self.know(each, torch.full((), flag))
         overwritten = func._schema.name in ("aten::copy_", "aten::fill_", "aten::zero_")
         if not any(each.untyped_storage()._cdata in self._known or (overwritten and _few(each) and _is_whole(each))
                    for each in written):
@@ -166,6 +221,17 @@ def tensors_in(given: Any) -> list[Tensor]:
 
 def _is_whole(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def _is_same(first: Tensor, second: Tensor) -> bool:
+    return first.untyped_storage()._cdata == second.untyped_storage()._cdata and first.shape == second.shape \
+        and first.stride() == second.stride() and first.storage_offset() == second.storage_offset()
+
+
+def _map_tensors(given: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(given, Tensor):
+        return change(given)
+    return type(given)(_map_tensors(each, change) for each in given) if isinstance(given, NESTED) else given
 
 
 class _Unknown(Exception):

@@ -184,6 +184,17 @@ def test_a_missing_file_like_no_other_gets_a_list_of_config_files(
     assert caught.value.fix == "fitgpt plan config/train_gpt2.py"
 
 
+@pytest.mark.parametrize("typed", ["vit.py", "vitt.py", "vit", "zzz.py"])
+def test_a_training_script_is_never_the_fix_of_a_missing_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                typed: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/vit.py").write_text("import torch\n")
+    with pytest.raises(UsageError, match="There is no config file") as caught:
+        read_config(typed, {}, "plan")
+    assert "vit.py" not in str(caught.value).replace(repr(typed), "")
+
+
 def test_an_invalid_escape_sequence_prints_no_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     assert values(tmp_path, r"x = '\d'") == {"x": r"\d"}
     assert not recwarn.list

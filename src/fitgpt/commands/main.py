@@ -20,6 +20,7 @@ from ..config.argv import help_text, script_start, walk
 from ..config.command_options import COMMANDS
 from ..config.fields import Assignment, Options, build, nearest, option_specs
 from ..config.run_config import RunConfig
+from ..config.training_script import is_training_script, trace_command
 from ..core.errors import STOPPED_AT_ONCE, DeviceError, FitError, SystemFault, UsageError
 from ..core.extras import install_command
 from ..core.units import NEAREST_SIGNS
@@ -126,7 +127,8 @@ def find_command(name: str) -> type[Options]:
         raise UsageError(f"{name!r} is nanoGPT's script; here it is a command with the same options.",
                          f"fitgpt {script}")
     if name.endswith(".py") or name.startswith("-"):
-        raise UsageError(f"{name!r} is not a command of fitgpt: the command comes first.", f"fitgpt train {name}")
+        raise UsageError(f"{name!r} is not a command of fitgpt: the command comes first.",
+                         trace_command(name) if is_training_script(name) else f"fitgpt train {name}")
     near = [SYNONYMS[name]] if name in SYNONYMS else nearest(name, COMMANDS)
     raise UsageError(f"{name!r} is not a command of fitgpt. The commands: {', '.join(COMMANDS)}.",
                      f"fitgpt {near[0]}" if near else "fitgpt --help")

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from ..core.errors import UsageError
@@ -24,6 +25,7 @@ from .fields import (
     shown,
     shown_flag,
 )
+from .training_script import is_training_script, trace_command
 
 
 def walk(argv: Sequence[str], cls: type[Options], *, config_files: bool = True, borrowed: Iterable[str] = (),
@@ -44,7 +46,14 @@ def walk(argv: Sequence[str], cls: type[Options], *, config_files: bool = True, 
         elif token.startswith("-") and token != "-" and not only_arguments:
             found.append(_flag(token, rest, cls, other_commands, found))
         elif config_files and (positional is None or (token.endswith(".py") and not _is_text(token, positional))):
-            found += _from_file(token, cls, borrowed, other_commands, found)
+            try:
+                found += _from_file(token, cls, borrowed, other_commands, found)
+            except UsageError:
+                if not is_training_script(token):
+                    raise
+                raise UsageError(f"{token!r} is a training script: it imports torch or a package that needs it. "
+                                 f"`fitgpt {cls.command}` takes config files, which are read and never run.",
+                                 trace_command(token, _value_in(argv, "--gpu"))) from None
         elif positional is None:
             raise UsageError(f"`fitgpt {cls.command}` takes only options, and {token!r} is not one.",
                              f"fitgpt {cls.command} --help")
@@ -121,6 +130,15 @@ def _flag(token: str, rest: list[str], cls: type[Options], other_commands: Itera
     if spec.kind == "texts":
         return Assignment(name, (*_texts(found, name), text), where)
     return Assignment(name, parse_value(cls, name, text, where), where)
+
+
+def _value_in(argv: Sequence[str], flag: str) -> str:
+    """The value of a flag anywhere in argv; empty if it is not there."""
+    for token, following in pairwise((*argv, "")):
+        name, equals, value = token.partition("=")
+        if name == flag:
+            return value if equals else following
+    return ""
 
 
 def _is_text(token: str, positional: OptionSpec) -> bool:

@@ -21,6 +21,7 @@ from ..core.errors import UsageError
 from ..core.files import read_limited
 from ..core.units import show_bytes
 from .fields import Assignment
+from .training_script import is_training_script
 
 EXAMPLES = Path(__file__).parents[1] / "example_configs"  # the repository's folder config/, which the package contains
 MAX_FILE_BYTES = 2**16  # nanoGPT's have 2 KiB; one of 1 MiB took 40 s and 650 MB to parse
@@ -136,7 +137,8 @@ def _not_found(what: str, path: str, command: str) -> UsageError:
     """An error that lists config files with similar names, else the files there are, and suggests the first."""
     folder, name = os.path.split(path)
     files = sorted({os.path.normpath(os.path.join(place, entry)) for place in (path, folder or ".", "config")
-                    if os.path.isdir(place) for entry in os.listdir(place) if entry.endswith(".py")})
+                    if os.path.isdir(place) for entry in os.listdir(place) if entry.endswith(".py")
+                    and not is_training_script(os.path.join(place, entry))})
     near = [file for file in files if os.path.basename(file) in (name, name + ".py")]
     near = near or difflib.get_close_matches(os.path.normpath(path), files, n=2, cutoff=0.7)
     if not near:

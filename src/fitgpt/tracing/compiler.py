@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import BuiltinFunctionType, FunctionType, NoneType
@@ -28,6 +29,7 @@ from .device import CARD, META, TracedGpu, _inside
 from .errors import Untraceable
 from .flex_attention import copy_mask
 from .monkeypatch import Patches
+from .recorder import is_users
 
 CHECKPOINT_OPTIONS = {"use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop"}
 CONSTANTS = (bool, int, float, complex, str, NoneType, FunctionType, BuiltinFunctionType, torch.dtype, torch.device,
@@ -35,6 +37,10 @@ CONSTANTS = (bool, int, float, complex, str, NoneType, FunctionType, BuiltinFunc
 WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 CUDA_GRAPHS = ("torch.compile in this mode uses CUDA graphs, which keep memory of their own: more may be reserved than "
                "stated. mode=\"max-autotune-no-cudagraphs\" uses none.")
+# Options of Inductor that let it time kernels on the GPU while it compiles.
+TIMING_OPTIONS = ("coordinate_descent_tuning", "max_autotune", "max_autotune_gemm", "max_autotune_pointwise",
+                  "benchmark_fusion", "benchmark_combo_kernel", "benchmark_epilogue_fusion",
+                  "triton.mix_order_reduction_autotune_split_size")
 TIMED_VARIANTS = 2  # of a generated kernel, at its first run
 
 
@@ -102,7 +108,10 @@ class Compiler:
         """The compiler was not made for this and fails on some programs: they run eager, and the trace says so."""
         recorder = self.device.recorder
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        recorder.unplanned = recorder.unplanned or f"torch.compile, whose compiler ended with {reason}"
+        lines = [f" at {frame.filename}, line {frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)
+                 if is_users(frame.filename)]
+        recorder.unplanned = recorder.unplanned or (
+            f"torch.compile, whose compiler ended{''.join(lines[-1:])} with {reason}")
 
     def _aot(self, function: Any, modules: list[nn.Module], leaves: list[Any], structure: Any) -> Callable[..., Any]:
         """A function of what these modules hold, and of the tensors among the arguments, which `leaves` and `structure`
@@ -162,8 +171,11 @@ class Compiler:
         patches = Patches()
         patches.set(fake_tensor, "init_gpu_context", lambda *_: None)  # needs a driver
         _take_factors_that_are_tensors(patches)
+        from torch._inductor import config
+
+        untimed = {name: False for name in TIMING_OPTIONS if name in config._config}  # type: ignore[attr-defined]
         try:
-            with _disable_current_modes(), _real_composites():
+            with _disable_current_modes(), _real_composites(), config.patch(untimed):
                 yield
         finally:
             patches.undo()

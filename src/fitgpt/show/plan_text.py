@@ -75,8 +75,7 @@ def traced_text(plan: TracedPlan, width: int = 80, *, colour: bool = False) -> s
     parts += [phase_table(plan, width), step_table(plan, width), owner_table(plan, width), tensor_table(plan, width),
               labelled_rows([("assumes", assumptions_text(plan)), ("accuracy", accuracy_text(plan, plan.track_record)),
                              ("GPU", " ".join(plan.budget.sources)),
-                             *(("not seen", note) for note in plan.trace.notes),
-                             *(("note", note) for note in plan.notes)], width)]
+                             *(("note", note) for note in (*plan.trace.notes, *plan.notes))], width)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 PROCESSES = ("the script starts processes, which are not traced.",
              "Trace a script that calls the training function itself, as rank 0 of 1.")
+ONE_PROCESS = "Trace the script as one process without torch.distributed: many do that where RANK is not set."
 
 
 class Untraceable(Exception):

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .device import TracedGpu
+from .errors import ONE_PROCESS, Untraceable
 from .monkeypatch import Patches
 from .recorder import BACKWARD, SETTLED
 
@@ -49,6 +50,7 @@ class ModuleCalls:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             stack = self.recorder.modules
             if not stack:
+                self.recorder.mark_lines()
                 self.recorder.evaluates = not torch.is_grad_enabled()
                 self._begin(module)
             stack.append(self._names.get(module, type(module).__name__))
@@ -63,6 +65,18 @@ class ModuleCalls:
             self._has_optimizer = True
             init(optimizer, *args, **kwargs)
 
+        enter, evaluate = torch.no_grad.__enter__, nn.Module.eval
+
+        def entered(context: torch.no_grad) -> None:
+            self.recorder.mark_lines()
+            enter(context)
+
+        def evaluated(module: nn.Module) -> nn.Module:
+            self.recorder.mark_lines()
+            return evaluate(module)
+
+        patches.set(torch.no_grad, "__enter__", entered)
+        patches.set(nn.Module, "eval", evaluated)
         patches.set(nn.Module, "__call__", call)
         patches.set(Optimizer, "__init__", made)
 
@@ -72,6 +86,8 @@ class ModuleCalls:
             if self.stop_after is not None and not self._has_optimizer:
                 self._step_without_optimizer()
             self._finish_step()
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise Untraceable("the script uses FullyShardedDataParallel, whose memory is not traced.", ONE_PROCESS)
         if module not in self._names and not any(map(is_lazy, module.parameters())):
             for name, each in module.named_modules():
                 self._names[each] = name or type(each).__name__

@@ -20,8 +20,8 @@ from ..memory.timeline import replay
 LOAD, FORWARD, BACKWARD, OPTIMIZER, EVALUATION = "load", "forward", "backward", "optimizer", "eval"
 PACKAGE = os.path.dirname(os.path.abspath(__file__))
 MADE_UP = "{} reads a whole number from the GPU, which a trace makes up. Where a size depends on it, the plan is wrong."
-BRANCH = ("{} branches on a value from the GPU, which a trace makes up: one of the two sides was not traced. To trace it, "
-          "write True or False there.")
+BRANCH = ("{} branches on a value from the GPU, which a trace makes up: one of the two sides was not traced. To trace "
+          "it, write True or False there.")
 # Owners that a tensor keeps, whatever happens to it later.
 SETTLED = {"weights", "workspace", "casts"}
 
@@ -69,6 +69,12 @@ class Recorder:
     scores: set[tuple[int, ...]] = field(default_factory=set)  # shapes of attention's score matrices: see `has_scores`
     processes: str = ""      # the line that started the first process, other than a DataLoader's
     made_up: str = ""        # the line that last read a whole number of the GPU that is not known, in this phase
+    # Lines of the user's files from which models were called or gradients turned off, and the functions on the way.
+    lines: set[tuple[str, int]] = field(default_factory=set)
+    functions: set[str] = field(default_factory=set)
+    folder: str = field(default_factory=os.getcwd)  # that relative names of files are in
+    script_file: str = ""    # the file that runs as __main__
+    called_from: str = ""    # the user's line that last called a model: "train.py, line 42"
     origin: str = ""         # the module whose gradients a backward pass computes now
     compiled: bool = False   # whether something ran that torch.compile was given
     unplanned: str = ""      # why some of it ran eager: the compiler's error
@@ -112,6 +118,24 @@ class Recorder:
         """The program reads a truth value that is not known. In a model, what it allocates may depend on it."""
         if self.modules:
             self.not_seen[BRANCH.format(model_line())] = None
+
+    def mark_lines(self) -> None:
+        """A model is called, or gradients are turned off: all lines that led there."""
+        frame: FrameType | None = sys._getframe(1)
+        innermost = True
+        while frame is not None:
+            code = frame.f_code
+            self.functions.add(code.co_name)
+            if code.co_name == "decorate_context":  # @torch.no_grad(), in torch/utils/_contextlib.py
+                code = getattr(frame.f_locals.get("func"), "__code__", code)
+                self.lines.add((code.co_filename, code.co_firstlineno))
+            elif is_users(code.co_filename):
+                self.lines.add((code.co_filename, frame.f_lineno))
+                if innermost:
+                    self.called_from, innermost = f"{code.co_filename}, line {frame.f_lineno}", False
+                if frame.f_globals.get("__name__") == "__main__":
+                    self.script_file = code.co_filename
+            frame = frame.f_back
 
     def empty_cache(self) -> None:
         self.events.append((False, None))
@@ -191,8 +215,8 @@ def source_line() -> str:
 
 
 def model_line() -> str:
-    """"model.py, line 14": the innermost line of the user's code or of a library other than torch; of a library with the
-    user's line that led to it."""
+    """"model.py, line 14": the innermost line of the user's code or of a library other than torch; of a library with
+    the user's line that led to it."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and _place(frame.f_code.co_filename) == "inside":
         frame = frame.f_back
@@ -208,6 +232,10 @@ def model_line() -> str:
 def line_of(source: str) -> str:
     """"train.py:42" → "train.py, line 42"."""
     return ", line ".join(source.rsplit(":", 1))
+
+
+def is_users(filename: str) -> bool:
+    return _place(filename) == "user"
 
 
 _places: dict[str, str] = {}

@@ -9,8 +9,12 @@ import sys
 
 
 def main() -> int:
+    before = dict(os.environ)
     warning = clean_import_path()
     from .commands.main import main as run_command
+    from .core import environment
+
+    environment.given = {name: before.get(name) for name in environment.CHANGED}
 
     return run_command(warning=warning)
 

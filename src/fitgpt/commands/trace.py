@@ -12,7 +12,7 @@ from ..config.command_options import TraceOptions
 from ..core.errors import UsageError
 from ..core.files import check_overwrite, is_own_page, write_over
 from ..core.units import optional_bytes
-from ..planning.budget import Target, target_for
+from ..planning.budget import Target, several_gpus, target_for
 from ..planning.plan import best_of
 from ..planning.verdict import Verdict
 from ..show import plan_text as show
@@ -56,6 +56,9 @@ def trace(options: TraceOptions) -> int:
 
 
 def _target(options: TraceOptions) -> Target:
+    if several := several_gpus(options.gpu):
+        raise UsageError(f"--gpu {options.gpu} names several GPUs, and a trace is of one.",
+                         f"--gpu {shlex.quote(several[0])}")
     try:
         return target_for(options.gpu, "auto", others=options.others, budget=options.budget)
     except UsageError:

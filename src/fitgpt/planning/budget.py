@@ -73,10 +73,20 @@ class Target(NamedTuple):
 def target_for(gpu: str, device: str, *, others: str = "", budget: str = "", torch: str = "") -> Target:
     """The GPU of that name, or the one installed here if it is empty. Sizes are as typed: "11.5GiB"; `others`
     without a unit is in MiB, as nvidia-smi prints it."""
+    if several := several_gpus(gpu):
+        raise UsageError(f"--gpu {gpu} names several GPUs, and --gpu plans for one.",
+                         f"--gpus {len(several)}x{shlex.quote(several[0])}")
     other_bytes, budget_bytes = optional_bytes(others, "MiB"), optional_bytes(budget)
     if gpu:
         return named(gpu, others=other_bytes, budget=budget_bytes, torch=torch)
     return installed(device, others=other_bytes, budget=budget_bytes, torch=torch)
+
+
+def several_gpus(gpu: str) -> list[str]:
+    """"2x4070" or "4070,4070" → a name per GPU; empty where one is named."""
+    if times := re.fullmatch(r"(\d+)x(\S.*)", gpu):
+        return [times[2]] * int(times[1])
+    return [each.strip() for each in gpu.split(",")] if "," in gpu.strip(",") else []
 
 
 def named(gpu: str, *, others: int | None, budget: int | None, torch: str = "") -> Target:

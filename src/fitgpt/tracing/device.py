@@ -35,9 +35,9 @@ from .values import NESTED, Values, is_stand_in, tensors_in
 
 UNKNOWN_CONVOLUTIONS = ("cuDNN chooses the kernels of convolutions on the GPU: their workspaces, up to a few percent "
                         "of the memory, are estimated.")
-BENCHMARK_MODE = ("torch.backends.cudnn.benchmark is True: cuDNN then tries the algorithms of each convolution, with the "
-                  "workspaces that they ask for, which may reserve several times the memory stated. Algorithms that do "
-                  "not fit are left out.")
+BENCHMARK_MODE = ("torch.backends.cudnn.benchmark is True: cuDNN tries the algorithms of each convolution with the "
+                  "workspaces that they ask for, and more memory may be reserved, several times as much. Algorithms "
+                  "that do not fit are left out.")
 SKIPPED_STEPS = ("Gradients are taken to be finite. GradScaler skips steps whose gradients overflow, often the first "
                  "ones: the optimizer's state is then allocated later, and more or less memory may be reserved.")
 NO_LARGER_NUMBERS = "torch.bincount is taken to have `minlength` results: no number is as large."

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.parameter import is_lazy
 
 from ..planning.budget import Target
-from . import bitsandbytes, flex_attention, triton_kernels
+from . import bitsandbytes, flex_attention, processes, triton_kernels
 from .device import CARD, HOST, META, TracedGpu, _inside, device_of, first_gpu, made_up
 from .errors import PROCESSES, Untraceable
 from .monkeypatch import Patches
@@ -81,6 +81,7 @@ def install(patches: Patches, device: TracedGpu, target: Target) -> None:
     _compilers(patches, device)
     _modules(patches)
     _threads_and_processes(patches, device)
+    processes.install(patches)
     _profiler(patches)
     _cuda(patches, device, target)
     bitsandbytes.install(patches, device)

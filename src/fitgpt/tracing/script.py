@@ -17,17 +17,22 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
+from ..core import environment
 from ..core.errors import STOPPED_AT_ONCE, CannotTrace, ScriptFailed, UsageError
+from ..core.extras import install_command
 from ..planning.budget import target_for
+from . import trackers
+from .errors import ONE_PROCESS, PROCESSES, Untraceable
+from .processes import check_command, refusing_children_that_train
 from .trace_file import Trace, from_json, to_json, trace_of
 
 UNTRACEABLE, FAILED, USAGE = "untraceable", "failed", "usage"  # kinds of error
 WORKAROUND = "Trace the script without that part."
 TRITON = "pip install triton (on Windows: triton-windows). Its kernels compute nothing in a trace."
-ONE_PROCESS = "Trace the script as one process without torch.distributed: many do that where RANK is not set."
 # Errors of torch where it looks for CUDA, or finds tensors without storage, and the trace has no answer: by a part of
 # their text.
 NEEDS_CUDA = ("not compiled with CUDA", "dummy base class", "NCCL built in", "CUDA build", "no NVIDIA driver",
@@ -46,14 +51,14 @@ NOTHING = ("{script} allocated no GPU memory: it ran to its end without a tensor
 def trace_script(command: Sequence[str], *, gpu: str, others: str = "", budget: str = "", steps: int = 4,
                  torch: str = "") -> Trace:
     """Runs the command (a script or -m MODULE, and arguments) in a child process. Its output goes to stderr."""
-    if command[0] != "-m" and not Path(command[0]).is_file():
-        raise UsageError(f"There is no file {command[0]!r}.", "fitgpt trace --gpu 4070 train.py")
-    if len(command) < 2 and command[0] == "-m":
-        raise UsageError("-m needs the name of a module.", "fitgpt trace -m my_package.train")
+    check_command(command, ["--gpu", gpu] if gpu else [])
+    if find_spec("torch") is None:
+        raise UsageError(f"A trace runs the script, and PyTorch is not installed for {sys.executable}.",
+                         install_command("train"))
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "trace.json"
         request = {"command": list(command), "gpu": gpu, "others": others, "budget": budget, "steps": steps,
-                   "torch": torch, "result": str(result)}
+                   "torch": torch, "result": str(result), "environment": environment.given}
         child = subprocess.run([sys.executable, "-P", "-m", "fitgpt.tracing.script", json.dumps(request)],
                                stdout=sys.stderr.fileno(), check=False)
         text = result.read_text(encoding="utf-8") if result.is_file() else ""
@@ -74,6 +79,8 @@ def main(request: str) -> None:
     import torch
 
     wanted = json.loads(request)
+    environment.restore(wanted["environment"])
+    trackers.turn_off(os.path.dirname(wanted["result"]))
     torch.set_num_threads(1)  # what a trace computes is small: several threads would spend more time on waiting
     try:
         text = to_json(run(wanted["command"], wanted["gpu"], wanted["others"], wanted["budget"], wanted["steps"],
@@ -88,7 +95,7 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
     """Runs the script until it has taken `steps` optimizer steps, or to its end. `version`: of torch, for its rules."""
     import torch
 
-    from .errors import PROCESSES, Untraceable
+    from .evaluation import not_reached
     from .modules import StepsDone
     from .recorder import Recorder, line_of
     from .saving import loads_unwritten, saving_nothing
@@ -100,7 +107,8 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
     sys.argv = [script, *command[2 if module else 1:]]
     sys.path.insert(0, os.getcwd() if module else str(Path(script).resolve().parent))
     try:
-        with redirect_stdout(sys.stderr), recording(recorder, target, steps), saving_nothing() as unwritten:
+        with redirect_stdout(sys.stderr), refusing_children_that_train(gpu) as refused, \
+                recording(recorder, target, steps), saving_nothing() as unwritten:
             if module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
@@ -108,7 +116,9 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
         recorder.notes["The script ran to its end."] = None
     except StepsDone:
         recorder.notes[f"Stopped after {steps} optimizer steps: what the script does later was not seen."] = None
+        recorder.not_seen.update(dict.fromkeys(not_reached(recorder)))
     except SystemExit as ended:
+        check_children(refused)
         if isinstance(ended.code, str):
             raise ScriptFailed(f"{script} ended: {ended.code}", "Its output is above.") from None
         if ended.code:
@@ -116,7 +126,7 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
-        for each in causes(error):
+        for each in (*refused, *causes(error)):
             if isinstance(each, Untraceable):
                 steps_before = sum(end <= recorder.phases[-1][1] for end in recorder.steps)
                 fewer = f" --steps={steps_before} stops before this line." if steps_before else ""
@@ -135,12 +145,18 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
                               f"which a trace makes up, and then {place(error.__traceback__)} fails: {reason}",
                               "Trace the script with a number from the CPU there.") from None
         raise ScriptFailed(f"{script} failed, as it would without fitgpt.", shown(error, script)) from None
+    check_children(refused)
     recorder.notes[NO_VALUES] = None
     if not recorder.tensors and recorder.processes:
         raise CannotTrace(f"{line_of(recorder.processes)}: {PROCESSES[0]}", PROCESSES[1])
     if not recorder.tensors:
         raise CannotTrace(NOTHING[0].format(script=script), NOTHING[1])
     return trace_of(recorder, tuple(command), target.platform, version or torch.__version__)
+
+
+def check_children(refused: Sequence[Untraceable]) -> None:
+    for each in refused:
+        raise CannotTrace(f"{place(each.__traceback__)}: {each.what}", each.fix)
 
 
 def causes(error: BaseException | None) -> list[BaseException]:

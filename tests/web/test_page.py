@@ -480,6 +480,27 @@ def test_pasted_text_fills_the_form_and_tabs_are_in_the_address(shown: Callable[
         page.wait_for_selector("#paste-note:has-text('pasted text:2')")
 
 
+@pytest.mark.parametrize(("text", "note"), [
+    ("import torch\nmodel = torch.nn.Linear(8, 8)\n", "fitgpt trace --gpu \"RTX 4070\" train.py"),
+    ("fitgpt trace --gpu 3060 vit.py 128", "fitgpt trace --gpu 3060 vit.py 128"),
+    ("Qwen/Qwen3-0.6B LoRA", "no config file"), ("n_layer = 3\nimport os\n", "pasted text:2")])
+def test_a_text_that_cannot_be_planned_clears_the_answer(shown: Callable[..., Any], text: str, note: str) -> None:
+    with shown() as page:
+        fitting = verdict(page, "fits")
+        paste(page, OOM)
+        page.wait_for_selector("#diagnosis section")
+        paste(page, text)
+        page.wait_for_selector('#verdict[data-state="none"]', state="attached")
+        assert note in page.inner_text("#paste-note")
+        assert page.locator("#diagnosis section").count() == 0
+        page.click("#tab-plan")
+        assert page.inner_text("#verdict").strip() == "Nothing planned"
+        assert page.inner_text("#summary") + page.inner_text("#length") + page.inner_text("#title") == ""
+        assert page.locator("#results > section:not(.verdict):not([inert])").count() == 0
+        page.fill("#pasted", "")
+        assert verdict(page, "fits") == fitting
+
+
 @pytest.mark.served
 def test_a_running_run_is_shown_live(shown: Callable[..., Any], picture: Callable[[str], Path],
                                      run: Path) -> None:

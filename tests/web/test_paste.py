@@ -51,6 +51,18 @@ def test_a_config_file_with_a_mistake_is_an_error_that_names_the_line(line: str)
         paste(f"n_layer = 6\n{line}\n", None)
 
 
+@pytest.mark.parametrize("text", [
+    "import torch\nbatch_size = 8\nmodel = torch.nn.Linear(8, batch_size)\n", "    from transformers import Trainer\n",
+    "# python train.py --batch_size=8\n!pip install trl\nimport json, trl\nblock_size = 64\n"])
+def test_a_training_script_is_recognised(text: str) -> None:
+    assert paste(text, None) == {"kind": "script", "command": ""}
+
+
+def test_a_command_line_of_trace_is_of_a_script() -> None:
+    assert paste("$ fitgpt trace --gpu 4070 'my vit.py' 128", NOTES) == {
+        "kind": "script", "command": "fitgpt trace --gpu 4070 'my vit.py' 128"}
+
+
 @pytest.mark.parametrize(("line", "settings", "replaces"), [
     ("$ python train.py config/x.py --batch_size=8", dict(trainer="nanogpt", batch_size="8"), False),
     ("CUDA_VISIBLE_DEVICES=0 torchrun --standalone --nproc_per_node=1 train.py --n_layer=6 --compile=False",

@@ -1,5 +1,5 @@
-"""Pasted text → what it is, and the settings it contains: a config file, a command line, output of nvidia-smi or an
-out-of-memory message. Nothing that is pasted is executed, and no file that it names is read.
+"""Pasted text → what it is, and the settings it contains: a config file, a command line, output of nvidia-smi, an
+out-of-memory message or a training script. Nothing that is pasted is executed, and no file that it names is read.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ..config.command_options import PlanArguments
 from ..config.config_file import parse_config
 from ..config.fields import checked, option_specs
 from ..config.run_config import NOT_NANOGPTS, RunConfig, gpt2_shapes, resolve_run
+from ..config.training_script import imports_torch
 from ..core.errors import UsageError
 from ..core.units import MiB, optional_bytes, show_bytes
 from ..diagnosis.case import card_with, usage_in
@@ -45,6 +46,8 @@ def paste(text: str, query: str | None) -> Answer:
             pass  # a message, or a config file with a mistake
     message, gpus = parse_oom_message(text), parse_nvidia_smi(text)
     if message is None and not gpus:
+        if imports_torch(text):
+            return {"kind": "script", "command": ""}
         if arguments := _command_line(text):
             return _command(arguments)
         if names:
@@ -81,6 +84,8 @@ def _command(words: list[str]) -> Answer:
     script = next((at for at, word in enumerate(words) if word.endswith("train.py") or word == "fitgpt"), -1)
     trainer = "" if script < 0 else "fitgpt" if words[script] == "fitgpt" else "nanogpt"
     launcher, words = words[:max(script, 0)], words[script + 1:]
+    if trainer == "fitgpt" and words[:1] == ["trace"]:
+        return {"kind": "script", "command": shlex.join(["fitgpt", *words])}
     files = [word for word in words if word.endswith(".py")]
     known = {each["name"].partition(":")[0]: each["settings"] for each in presets()}
     known["train_shakespeare_char"] = known["shakespeare_char"]  # its name in nanoGPT, with the same values

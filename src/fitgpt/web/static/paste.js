@@ -2,7 +2,7 @@
 // offers its GPU and programs to the form.
 import * as api from "./api.js";
 import { byId, bytes, element } from "./dom.js";
-import { tryChange } from "./plan.js";
+import * as plan from "./plan.js";
 import * as settings from "./settings.js";
 import { t } from "./strings.js";
 import { onOpen, open } from "./tabs.js";
@@ -15,6 +15,7 @@ export function start(names) {
   runNames = names;
   byId("paste-form").addEventListener("submit", (event) => { event.preventDefault(); read(); });
   byId("pasted").addEventListener("paste", () => setTimeout(read));
+  byId("pasted").addEventListener("input", () => { if (!byId("pasted").value) plan.restore(); });
   byId("with-plan").addEventListener("change", () => {
     settings.setPage({ about: byId("with-plan").checked ? "plan" : "" });
     if (byId("pasted").value.trim()) read();
@@ -46,17 +47,32 @@ async function read({ opens = true } = {}) {
   const found = await api.paste(text, byId("with-plan").checked ? settings.query() : null);
   note.textContent = "";
   byId("diagnosis").inert = false;
-  if (found.problem) note.textContent = `${found.problem.what} ${found.problem.fix}`;
+  if (found.problem) clear(`${found.problem.what} ${found.problem.fix}`);
   else if (found.kind === "config" || found.kind === "command") fill(found, note);
-  else if (found.kind === "other" && found.diagnosis.subject === "unknown") {
-    note.textContent = t("paste.nothing");
-    settings.setPage({ paste: "" });
-  } else {
+  else if (found.kind === "script") clear(t("paste.script"), " ", element("code", {}, found.command || traceCommand()));
+  else if (found.kind === "other" && found.diagnosis.subject === "unknown") clear(t("paste.nothing"));
+  else {
     explained = text;
     explain(found);
+    plan.restore();
     if (opens) open("explain");
     inAddress(settings.ofPage("tab"));
   }
+}
+
+// What is below is the answer to an earlier text, or to the form: it must not be read as the answer to this one.
+function clear(...why) {
+  byId("paste-note").append(...why);
+  explained = "";
+  byId("diagnosis").replaceChildren();
+  byId("explain-empty").hidden = false;
+  settings.setPage({ paste: "" });
+  plan.clear();
+}
+
+function traceCommand() {
+  const gpu = settings.value("gpu").replace(/[^\w .-]/g, ""); // of an address, which may be anybody's; empty: this machine's
+  return `fitgpt trace ${gpu && `--gpu "${gpu}" `}train.py`;
 }
 
 function fill(found, note) {
@@ -90,7 +106,7 @@ function button(label, act) {
 }
 
 function tryInPlan(label, changes) { // one step back returns here
-  tryChange(label, changes);
+  plan.tryChange(label, changes);
   open("plan", { step: false });
 }
 

@@ -7,7 +7,7 @@ import * as settings from "./settings.js";
 import { t } from "./strings.js";
 
 const BUSY_AFTER = 150; // ms: a shorter wait needs no busy state
-let requesting = false, changedAgain = false;
+let requesting = false, changedAgain = false, cleared = false;
 let shown = null;      // the plan that is drawn
 let compared = null;   // what a change is compared with: { label, peak, ends, settings, reasons }
 let followUps = new AbortController();
@@ -17,6 +17,7 @@ export const onExact = (listener) => listeners.push(listener);
 
 // Requests a plan. Of several changes during a request only the last is requested next.
 export async function refresh() {
+  cleared = false;
   followUps.abort();
   changedAgain = true;
   if (requesting) return;
@@ -25,6 +26,7 @@ export async function refresh() {
     while (changedAgain) {
       changedAgain = false;
       const answer = await showBusy(get("plan", settings.query()));
+      if (cleared) return;
       if (!changedAgain) draw(answer);
       else if (!answer.problem) drawVerdictAndBars(answer); // a slider is moving
     }
@@ -66,6 +68,16 @@ const followUp = debounce(90, async () => {
   for (const listener of listeners) listener(query, signal);
 });
 
+// Shows no plan until the next change, or `restore`.
+export function clear() {
+  cleared = true;
+  followUps.abort();
+  byId("problem-fix").hidden = byId("difference").hidden = true;
+  drawNothing("none", "");
+}
+
+export function restore() { if (cleared) refresh(); }
+
 function draw(plan) {
   byId("problem-fix").hidden = true;
   if (plan.offline) return setInert(true);
@@ -88,12 +100,16 @@ const setInert = (inert) => { // everything below the verdict, while it shows an
   for (const part of byId("results").querySelectorAll(":scope > section:not(.verdict), :scope > details")) part.inert = inert;
 };
 
-function drawProblem(problem) {
+function drawNothing(state, summary) {
   shown = null;
   setInert(true);
   byId("title").textContent = "";
   byId("length").replaceChildren();
-  drawVerdict("problem", "", problem.what);
+  drawVerdict(state, "", summary);
+}
+
+function drawProblem(problem) {
+  drawNothing("problem", problem.what);
   byId("problem-fix").hidden = !problem.fix;
   byId("problem-fix").replaceChildren(problem.fix, ...problem.settings.flatMap((changes) => {
     const list = Object.entries(changes).map(([name, value]) => `${name}=${value}`).join(", ");

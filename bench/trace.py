@@ -48,13 +48,13 @@ Row = dict[str, Any]
 
 
 def main() -> int:
+    sets = json.loads((CASES / "cases.json").read_text(encoding="utf-8"))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["measure", "trace", "memtracker", "table", "one"])
     parser.add_argument("folder", nargs="?", default="")
     parser.add_argument("--out", default="", help="a folder for measured.json, traced.json and archives")
     parser.add_argument("--nanogpt", default="", help="the folder with nanoGPT's train.py")
-    parser.add_argument("--set", default="cases", choices=["cases", "held_out", "held_out_2", "held_out_3"],
-                        help="which list of cases.json")
+    parser.add_argument("--set", default="cases", choices=list(sets), help="which list of cases.json")
     parser.add_argument("--only", default="", help="a regular expression for names of cases")
     parser.add_argument("--at_once", type=int, default=8)
     parser.add_argument("--seconds", type=int, default=150, help="after which a case is given up")
@@ -69,8 +69,7 @@ def main() -> int:
     if options.what == "table":
         print(table(Path(options.folder)))
         return 0
-    cases = [case for case in json.loads((CASES / "cases.json").read_text(encoding="utf-8"))[options.set]
-             if re.search(options.only, case["name"])]
+    cases = [case for case in sets[options.set] if re.search(options.only, case["name"])]
     for case in cases:
         case["args"] = [*case["args"], *options.extra.split()]
     out = Path(options.out)

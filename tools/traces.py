@@ -30,6 +30,7 @@ from memory_page import markdown  # noqa: E402
 
 RECORDED = ROOT / "tests" / "recorded" / "traces"
 HELD_OUT = ("held_out", "held_out_2", "held_out_3")  # traced before they were measured
+FORECAST = ("held_out_experts",)  # traced, and not yet measured
 LANGUAGE, CONVOLUTION, COMPILED_GROUP, OTHER = "language", "convolution", "compiled", "other"
 H200 = target_for("h200", "cuda", torch="2.11")
 BITSANDBYTES, INT8_LAYERS = "bitsandbytes", "int8"  # the latter's memory depends on values, too
@@ -112,12 +113,17 @@ def held_out_runs(name: str) -> list[TracedRun]:
 
 def held_out_errors(run: TracedRun) -> tuple[float, float] | None:
     """In percent, of the forecast made before the measurement: reserved, allocated."""
-    said = next(row for row in _rows(run.folder / "predicted.json") if row["name"] == run.name)
+    said = next(row for row in forecasts(run.folder.name) if row["name"] == run.name)
     if "error" in said:
         return None
     peak = said["peak"]
     return (100 * (peak["reserved_bytes"] / run.measured.reserved_bytes - 1),
             100 * (peak["allocated_bytes"] / run.measured.allocated_bytes - 1))
+
+
+def forecasts(name: str) -> list[Row]:
+    """Of a set of scripts, made before they were measured."""
+    return _rows(RECORDED / name / "predicted.json")
 
 
 def _rows(path: Path) -> list[Row]:

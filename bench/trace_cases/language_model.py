@@ -17,7 +17,17 @@ GATED = dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=6, num_a
              num_key_value_heads=4, vocab_size=32000, max_position_embeddings=2048)
 PLAIN = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=6, num_attention_heads=12, vocab_size=32000,
              max_position_embeddings=2048)
+EXPERTS = {**GATED, "intermediate_size": 768, "num_experts_per_tok": 4}  # intermediate_size: of one expert
 CAUSAL = {
+    "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 384, "num_experts": 32, "head_dim": 128, "vocab_size": 65536},
+    "mixtral": {**EXPERTS, "intermediate_size": 1536, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "olmoe": {**EXPERTS, "num_experts": 16, "pad_token_id": 0},
+    "deepseek_v3": {**EXPERTS, "intermediate_size": 2048, "moe_intermediate_size": 512, "n_routed_experts": 16,
+                    "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+                    "num_key_value_heads": 12, "q_lora_rank": 384, "kv_lora_rank": 128, "qk_rope_head_dim": 32,
+                    "qk_nope_head_dim": 64, "v_head_dim": 64},
+    "gpt_oss": {**EXPERTS, "num_local_experts": 16, "head_dim": 64, "sliding_window": 128},
+    "granitemoe": {**EXPERTS, "num_local_experts": 16},
     "llama": GATED,
     "mistral": {**GATED, "sliding_window": 512},
     "qwen2": GATED,

@@ -12,18 +12,22 @@ import pytest
 
 from fitgpt.tracing.bitsandbytes import OUTLIERS
 from fitgpt.tracing.patches import NO_FAST_PATH
-from fitgpt.tracing.plan import PLANNED, UNPLANNED
+from fitgpt.tracing.plan import PLANNED, UNPLANNED, plan_trace
 from fitgpt.tracing.script import trace_script
 from real_messages import trace_path, traced_now
 from traces import (
     BITSANDBYTES,
     COMPILED_GROUP,
     CONVOLUTION,
+    FORECAST,
+    H200,
     HELD_OUT,
     INT8_LAYERS,
     LANGUAGE,
+    RECORDED,
     TracedRun,
     allocations,
+    forecasts,
     held_out_runs,
     runs,
     stored,
@@ -38,12 +42,19 @@ def named(name: str) -> TracedRun:
     return next(run for run in runs() if run.name == name)
 
 
-def test_every_case_was_recorded() -> None:
+def test_every_case_was_recorded_or_has_a_forecast_before_it_is() -> None:
     cases = json.loads((CASES / "cases.json").read_text(encoding="utf-8"))
-    found = {"cases": runs(), **{name: held_out_runs(name) for name in HELD_OUT}}
-    assert cases.keys() == found.keys()
-    for name, of_set in cases.items():
-        assert {case["name"] for case in of_set} == {run.name for run in found[name]}
+    found = {"cases": {run.name for run in runs()},
+             **{name: {run.name for run in held_out_runs(name)} for name in HELD_OUT},
+             **{name: {row["name"] for row in forecasts(name)} for name in FORECAST}}
+    assert {name: {case["name"] for case in of_set} for name, of_set in cases.items()} == found
+
+
+@pytest.mark.parametrize("name", FORECAST)
+def test_a_forecast_is_the_peak_of_its_stored_trace(name: str) -> None:
+    for row in forecasts(name):
+        trace = stored(RECORDED / name / "stored" / f"{row['name'].replace(' ', '_')}.json.xz")
+        assert plan_trace(trace, H200).peak._asdict() == row["peak"]
 
 
 def test_stored_traces_name_no_folder_of_the_machine_that_made_them() -> None:

@@ -38,6 +38,16 @@ BESIDE_RANKS = (
     "21.00 GiB is allocated by PyTorch, and 100.10 MiB is reserved by PyTorch but unallocated.")
 
 
+# By transformers 5.17 with load_in_4bit: the model of axolotl#3374, whose thread does not show its message to the end.
+IN_EXPERTS = f'''load_in_4bit: true
+Traceback (most recent call last):
+  File "train.py", line 12, in <module>
+    model = AutoModelForCausalLM.from_pretrained("zai-org/GLM-4.5-Air", quantization_config=config)
+  File "/x/transformers/core_model_loading.py", line 254, in convert
+    merged[target_pattern] = torch.stack(tensors, dim=self.dim)
+torch.OutOfMemoryError: {ALMOST_FULL.format(size="2.75 GiB")}'''
+
+
 def activation_out_of_memory() -> Diagnosis:
     run = ExplainedRun(RunConfig(n_layer=24, n_head=16, n_embd=1024, batch_size=32, compile=True, dtype="float16"),
                        "fitgpt", SETTING)
@@ -52,6 +62,7 @@ MADE: dict[str, Callable[[], Diagnosis]] = {
     "OOM-ACTIVATIONS": activation_out_of_memory,
     "OOM-SAVE": lambda: diagnose(message(AT_SAVE)),
     "OOM-RANKS": lambda: diagnose(message(BESIDE_RANKS)),
+    "OOM-EXPERTS-16-BITS": lambda: diagnose(message(IN_EXPERTS)),
     **{code: lambda text=text: diagnose(message(text)) for code, text in {
         "OOM-NCCL": "alloc.h:178 NCCL WARN Cuda failure 'out of memory'\nNCCL WARN Failed to CUDA calloc 6291456 bytes",
         "OOM-ONE-RANK": f"[rank1]: torch.OutOfMemoryError: {ALMOST_FULL.format(size='148.00 MiB')}\n"
@@ -124,6 +135,19 @@ def test_each_rule_has_documentation_and_advice(rule: Rule) -> None:
     assert rule.pattern
     assert rule.background.endswith(".")
     assert rule.advice_for(Case(OomMessage("cuda", "", "")))
+
+
+@pytest.mark.parametrize(("was", "now"), [
+    ("load_in_4bit: true", "load_in_4bit: false"), ("load_in_4bit: true", "optim: adamw_bnb_8bit"),
+    ("load_in_4bit: true", "load_in_4bit: true\nquantize_moe_experts: true"),
+    ("torch.stack(tensors, dim=self.dim)", "value.to(device)")])
+def test_experts_are_not_the_cause_in_16_bits_throughout_or_if_they_are_quantized(was: str, now: str) -> None:
+    assert codes(diagnose(message(IN_EXPERTS))) == ["OOM-EXPERTS-16-BITS", "OOM-AT-LOAD"]
+    assert "OOM-EXPERTS-16-BITS" not in codes(diagnose(message(IN_EXPERTS.replace(was, now))))
+
+
+def test_experts_in_16_bits_are_not_the_cause_of_any_recorded_message() -> None:
+    assert not [name for name in INDEX if read(name).unquantized_experts]
 
 
 def test_the_last_rule_applies_to_every_case() -> None:

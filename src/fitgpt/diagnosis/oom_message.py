@@ -46,6 +46,7 @@ class OomMessage:
     frames: tuple[StackFrame, ...] = ()  # of the traceback before it, innermost last
     repeated: int = 0                 # further messages of this kind after it
     rank: int | None = None           # that failed first, if the text names ranks
+    unquantized_experts: bool = False  # the text shows experts that bitsandbytes leaves in 16 bits
 
     @property
     def reserved(self) -> int | None:
@@ -272,8 +273,24 @@ def parse_oom_message(text: str) -> OomMessage | None:
         after += len(text[after:after + _MAX_LINE].partition("\n")[0])
     compiled = next((found for frame in reversed(frames) if (found := _COMPILED_ALLOCATION.search(frame.code))), None)
     return replace(message, text=" ".join(text[start:after].split()), frames=frames, rank=rank,
+                   unquantized_experts=_has_unquantized_experts(text),
                    dtype=compiled[2] if compiled else "",
                    shape=tuple(map(int, re.findall(r"\d{1,18}", compiled[1]))) if compiled else ())
+
+
+# Weights in 4 or 8 bits: by bitsandbytes, and by what trainers call it.
+_QUANTIZED = re.compile(r"load_in_[48]bit[\"']?\s*[=:]\s*true|quantization_bit[\"']?\s*[=:]\s*[48]\b|\bqlora\b|bnb-4bit"
+                        r"|linear4bit|linear8bitlt|params4bit|bitsandbytes[\\/]nn|lora[\\/]bnb\.py", re.IGNORECASE)
+# Experts as one parameter per layer: files of transformers 5, its merging of experts while it loads, and their names.
+_EXPERTS = re.compile(r"integrations[\\/]moe\.py|grouped_mm|MergeModulelist|torch\.stack\(tensors, dim=self\.dim\)"
+                      r"|experts\.gate_up_proj")
+_EXPERTS_QUANTIZED = re.compile(r"quantize_moe_experts[\"']?\s*[=:]\s*true|experts4bit|replace_parameter_4bit",
+                                re.IGNORECASE)
+
+
+def _has_unquantized_experts(text: str) -> bool:
+    """Whether a text names weights in 4 or 8 bits, and experts that bitsandbytes does not quantize."""
+    return bool(_EXPERTS.search(text) and _QUANTIZED.search(text) and not _EXPERTS_QUANTIZED.search(text))
 
 
 def vague_message(text: str) -> OomMessage:

@@ -752,6 +752,28 @@ def _states(case: Case) -> str | None:
             "the run fit.")
 
 
+@_rule("OOM-EXPERTS-16-BITS", "Experts that bitsandbytes leaves in 16 bits",
+       pattern="the text shows weights in 4 or 8 bits (`load_in_4bit=True`, `qlora`, `Linear4bit`), and experts of "
+               "transformers 5 (`integrations/moe.py`, `grouped_mm`, `experts.gate_up_proj`)",
+       background="transformers 5 keeps the experts of a layer in one parameter of three dimensions, and bitsandbytes "
+                  "replaces nn.Linear only, without a warning: of Gemma 4 26B-A4B, 46 GB instead of 14 GB are loaded "
+                  "([unsloth#5344](https://github.com/unslothai/unsloth/issues/5344), "
+                  "[bitsandbytes#1849](https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849)). "
+                  "`fitgpt trace` of the script shows how much of the weights the experts are.",
+       advice=(("from bitsandbytes.nn.parametrize import replace_parameter_4bit",
+                "replace_parameter_4bit(experts, \"gate_up_proj\"), and \"down_proj\", for the experts of one layer "
+                "after the other, as each comes to the GPU; lossy"),
+               ("quantize_moe_experts: true", "in a config of axolotl: quantizes the experts while they are loaded"),
+               ("pip install -U unsloth unsloth_zoo", "if Unsloth loads the model: later versions quantize experts")),
+       decides=_without_neighbours)
+def _experts_in_16_bits(case: Case) -> str | None:
+    if not case.message.unquantized_experts:
+        return None
+    return ("The model is loaded in 4 or 8 bits, and its experts are not: bitsandbytes quantizes nn.Linear, and these "
+            "experts are parameters of three dimensions. They are nearly all weights of such a model, and take 2 bytes "
+            "per parameter instead of about half a byte in 4 bits.")
+
+
 @_rule("OOM-AT-LOAD", "While the model was loaded",
        pattern="the traceback ends in `.to(device)`, `.cuda()` or in loading weights; or the forecast's phase is load",
        background="A float32 model takes 4 bytes per parameter; a checkpoint loaded directly to the GPU takes as much "

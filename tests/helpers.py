@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import sys
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fitgpt import GPT
+from fitgpt.config.fields import option_specs
+from fitgpt.config.memory_savers import SAVERS
 from fitgpt.config.run_config import RunConfig
+from fitgpt.core.errors import UsageError
 
 TINY: dict[str, Any] = dict(
     n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=64, batch_size=4, gradient_accumulation_steps=2,
@@ -33,6 +38,24 @@ class Hidden:
 sys.meta_path.insert(0, Hidden())
 """, encoding="utf-8")
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+
+# The options that decide which optimizer a run has, and which state that keeps.
+OPTIMIZER_OPTIONS = ("optimizer", "adam8bit", "states", "weights", "offload", "step_in_backward")
+
+
+def accepted_settings(*options: str, **fixed: Any) -> list[dict[str, Any]]:
+    """Every combination of values of these options that a run with `fixed` accepts. A memory saver brings the settings
+    that may be set along with it, where these are not among the options."""
+    specs, found = option_specs(RunConfig), list[dict[str, Any]]()
+    for values in product(*(specs[option].choices or (False, True) for option in options)):
+        chosen = dict(zip(options, values, strict=True))
+        brought = {name: value for saver in SAVERS if chosen.get(saver.option) == saver.value
+                   for name, value in saver.settings.items()}
+        settings = fixed | brought | chosen
+        with suppress(UsageError):
+            RunConfig(**settings)
+            found.append(settings)
+    return found
 
 
 def skip_without_library(options: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -13,42 +12,49 @@ from fitgpt.config.architectures import parameter_shapes  # noqa: E402
 from fitgpt.config.fields import option_specs  # noqa: E402
 from fitgpt.config.optimizers import OPTIMIZERS, optimizer_of, state_bytes  # noqa: E402
 from fitgpt.config.run_config import RunConfig, resolve_run  # noqa: E402
-from fitgpt.engine.model import GPT  # noqa: E402
-from fitgpt.engine.optim.adamw import make_optimizer  # noqa: E402
+from fitgpt.engine.device import resolve_device  # noqa: E402
+from fitgpt.engine.optim.grad_scaler import apply_gradients  # noqa: E402
 from fitgpt.memory.platform import Platform  # noqa: E402
 from fitgpt.planning.forecast import write_tape  # noqa: E402
+from fitgpt.training.build import build_training  # noqa: E402
+from fitgpt.training.loop import Training  # noqa: E402
+from tests.helpers import OPTIMIZER_OPTIONS, accepted_settings, skip_without_library  # noqa: E402
 
 SHAPE: dict[str, Any] = dict(n_layer=2, n_head=2, n_embd=64, block_size=32, vocab_size=200, bias=True)
-VARIANTS: dict[str, dict[str, Any]] = {
-    **{name: {"optimizer": name} for name in OPTIMIZERS},
-    "adam8bit of bitsandbytes": {"optimizer": "adam8bit", "adam8bit": "bitsandbytes"},
-    "adamw, bfloat16 weights": {"weights": "bfloat16"},
-    "adam8bit, bfloat16 weights": {"optimizer": "adam8bit", "weights": "bfloat16"},
-    "adamw, step_in_backward": {"step_in_backward": True, "gradient_accumulation_steps": 1, "grad_clip": 0.0},
-    "adamw, offload": {"offload": "optimizer"},
-}
+
+
+def described(settings: dict[str, Any]) -> str:
+    return " ".join(f"{name}={settings[name]}" for name in OPTIMIZER_OPTIONS
+                    if name == "optimizer" or settings[name] != getattr(RunConfig, name))
+
+
+SETTINGS = {described(settings): settings for settings in accepted_settings(*OPTIMIZER_OPTIONS)}
 
 
 def config_of(name: str) -> RunConfig:
-    return RunConfig(**SHAPE, **VARIANTS[name])
+    return RunConfig(**SHAPE, **SETTINGS[name])
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+def built(config: RunConfig) -> Training:
+    return build_training(config, resolve_device("cpu", "float32", False))
+
+
+def take_step(training: Training, config: RunConfig, step: int) -> None:
+    sink = [training.optimizer.sink] if training.optimizer.sink else []
+    torch.manual_seed(step)
+    tokens = torch.randint(config.vocab_size, (2, config.block_size + 1))
+    training.optimizer.begin(1e-2)
+    training.accumulate(tokens[:, :-1], tokens[:, 1:], training.scaler.scale, *sink)
+    apply_gradients(training.model, training.optimizer, training.scaler, 1e-2, config.grad_clip)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
 def test_the_declared_state_is_that_of_the_real_optimizer_after_a_step(name: str) -> None:
-    if "bitsandbytes" in name and find_spec("bitsandbytes") is None:
-        pytest.skip("bitsandbytes is not installed")
+    skip_without_library(SETTINGS[name])
     config = config_of(name)
-    model = GPT(config.gpt_config())
-    if config.weights == "bfloat16":
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.data = parameter.data.bfloat16()
-    optimizer, one = make_optimizer(config, model), torch.ones(())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.begin(1e-3)
-    optimizer.step(1e-3, one, torch.zeros(()))
-    state, spec = optimizer.tensors(), optimizer_of(config)
+    training = built(config)
+    take_step(training, config, 0)
+    state, spec = training.optimizer.tensors(), optimizer_of(config)
     for parameter, shape in parameter_shapes(config.gpt_config()).items():
         elements = torch.Size(shape).numel()
         declared = {tensor.name: tensor.nbytes(elements)
@@ -58,7 +64,31 @@ def test_the_declared_state_is_that_of_the_real_optimizer_after_a_step(name: str
         assert {key: real.get(key) for key in declared} == declared
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if "offload" not in name])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_resumed_optimizer_gives_the_state_and_the_weights_of_one_that_was_never_stopped(name: str) -> None:
+    skip_without_library(SETTINGS[name])
+    config = config_of(name)
+    whole, first, resumed = (built(config) for _ in range(3))
+    for step in range(4):
+        take_step(whole, config, step)
+    for step in range(2):
+        take_step(first, config, step)
+    resumed.model.load_state_dict(first.model.state_dict())
+    assert resumed.optimizer.load_tensors(first.optimizer.tensors()) == []
+    assert_same(resumed, first)
+    for step in range(2, 4):
+        take_step(resumed, config, step)
+    assert_same(resumed, whole)
+
+
+def assert_same(found: Training, expected: Training) -> None:
+    for mine, other in ((found.model.state_dict(), expected.model.state_dict()),
+                        (found.optimizer.tensors(), expected.optimizer.tensors())):
+        assert mine.keys() == other.keys()
+        assert [name for name in other if not torch.equal(mine[name], other[name])] == []
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if "offload" not in name and "late" not in name])
 def test_the_declared_state_is_that_of_the_tape(name: str) -> None:
     config, platform = config_of(name), Platform()
     tape = write_tape(resolve_run(config, platform), platform)

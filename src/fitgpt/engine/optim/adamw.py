@@ -102,6 +102,9 @@ class LazyOptimizer(Optimizer):
     def tensors(self) -> dict[str, Tensor]:
         return self._optimizer.tensors()
 
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        return self._optimizer.load_tensors(tensors)
+
     def held(self) -> dict[str, Tensor]:
         return self._made.held() if self._made else {}
 

@@ -1,8 +1,8 @@
 """SIGKILL at random moments, again and again, until a run or a `prepare` gets to its end.
 
 A case is one run with its own seed, killed some ten times: as it starts, or some time after a new checkpoint or shard.
-The moments are seeded; what the process does then is up to the machine. In `command-…` the installed command is killed,
-else a fork that has torch loaded already.
+The moments and the options of a run are seeded; what the process does then is up to the machine. In `command-…` the
+installed command is killed, else a fork that has torch loaded already.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import sys
 import time
 from pathlib import Path
 
-from fitgpt.runs.folder import step_folders
+from fitgpt.runs.folder import can_resume, step_folders
 from fitgpt.runs.metrics import read_metrics
 
-from .faults import DATASET, PREPARE, RESUME, checkpoints_intact, go_on, must, with_data, with_texts
+from .drawn import drawn_settings
+from .faults import DATASET, PREPARE, RESUME, checkpoints_intact, must, with_data, with_texts
 from .outcome import Campaign, Outcome, failed
 from .processes import TRAIN, Ended, children_of, contents, fresh, output_of, start, wait, wait_until_gone
 
@@ -26,8 +27,8 @@ REQUIRED = "500 kills, 0 lost, byte-identical"
 RUNS = {"train": 40, "prepare": 10, "command": 3}
 STEPS, SAVE_INTERVAL = 200, 4
 MOST_NEW = 8    # checkpoints or shards before the kill
-LONG = [*TRAIN, f"--max_iters={STEPS}", f"--lr_decay_iters={STEPS}", "--eval_interval=50",
-        f"--save_interval={SAVE_INTERVAL}"]
+LONG = ["train", *TRAIN, f"--max_iters={STEPS}", f"--lr_decay_iters={STEPS}", "--eval_interval=50",
+        f"--save_interval={SAVE_INTERVAL}", "--n_embd=32"]  # wide enough for some 8-bit state
 VICTIMS = ("worker", "supervisor", "both")
 MOST_KILLS = 40  # then it may finish
 
@@ -40,18 +41,21 @@ def campaign(folder: Path) -> Campaign:
     with_texts(templates["prepare"], files=120)
     results = {"train": (f"out/checkpoints/step-{STEPS:08d}/*.safetensors",), "prepare": DATASET}
     results["command"] = results["train"]
-    expected = dict[str, dict[str, bytes]]()
-    for kind, argv in (("train", ["train", *LONG]), ("prepare", PREPARE)):
-        whole = fresh(templates[kind], folder / "whole")
-        must(argv, whole)
-        expected[kind] = contents(whole, *results[kind])
-    expected["command"] = expected["train"]
+    whole = fresh(templates["prepare"], folder / "whole")
+    must(PREPARE, whole)
+    prepared = contents(whole, *DATASET)
 
     def run(case: str) -> Outcome:
         kind = case.split("-")[0]
-        moments, there, kills = random.Random(case), fresh(templates[kind], folder / "case"), 0
+        moments, kills, first, expected = random.Random(case), 0, PREPARE, prepared
+        if kind != "prepare":
+            first = [*LONG, *(f"--{name}={value}" for name, value in drawn_settings(moments).items())]
+            whole = fresh(templates[kind], folder / "whole")
+            must(first, whole)
+            expected = contents(whole, *results[kind])
+        there = fresh(templates[kind], folder / "case")
         while True:
-            argv = PREPARE if kind == "prepare" else _train_argv(there)
+            argv = RESUME if can_resume(there / "out") else first
             pid = _start_command(argv, there) if kind == "command" else start(argv, there)
             ended, killed = _one_life(pid, there, moments if kills < MOST_KILLS else None)
             kills += killed
@@ -63,8 +67,8 @@ def campaign(folder: Path) -> Campaign:
                 return failed("stuck", f"after {kills} kills: exit code {ended.code}\n{ended.output}")
             if kind != "prepare" and (lost := checkpoints_intact(there)):
                 return failed("lost", f"after {kills} kills: {lost}\n{ended.output}")._replace(count=kills)
-        if contents(there, *results[kind]) != expected[kind]:
-            return failed("different", f"after {kills} kills\n{ended.output}")._replace(count=kills)
+        if contents(there, *results[kind]) != expected:
+            return failed("different", f"after {kills} kills of {first}\n{ended.output}")._replace(count=kills)
         if problem := _record_problem(there) if kind != "prepare" else "":
             return failed("record", problem)._replace(count=kills)
         left = [path for path in there.rglob(".tmp-*") if path.relative_to(there).parts[0] not in ("tmp", "home")]
@@ -73,11 +77,6 @@ def campaign(folder: Path) -> Campaign:
         return Outcome("byte-identical", count=kills)
 
     return Campaign([f"{kind}-{number:03d}" for kind, count in RUNS.items() for number in range(count)], run)
-
-
-def _train_argv(folder: Path) -> list[str]:
-    argv = go_on(folder)
-    return argv if argv == RESUME else ["train", *LONG]
 
 
 def _start_command(argv: list[str], folder: Path) -> int:
@@ -100,10 +99,13 @@ def _one_life(pid: int, folder: Path, moments: random.Random | None) -> tuple[En
         if deadline == float("inf") and _progress(folder) >= enough:
             deadline = time.monotonic() + delay
         time.sleep(0.001)
+    os.kill(pid, signal.SIGSTOP)  # from here on it starts no worker that would be missing from this list
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     workers = children_of(pid)
     killed = workers if victim == "worker" and workers else [pid, *(workers if victim == "both" else [])]
     for each in killed:
         _kill(each)
+    os.kill(pid, signal.SIGCONT)
     ended = wait(pid, folder)
     if orphans := wait_until_gone(workers):
         for each in orphans:

@@ -108,6 +108,7 @@ def start(argv: Sequence[str], folder: Path, before: Callable[[], None] = lambda
     `before`: called in the new process before the command. An alarm ends what hangs.
     """
     sys.stdout.flush()
+    output_of(folder).write_text("")  # it may be killed before it opens the file
     pid = os.fork()
     if pid:
         return pid

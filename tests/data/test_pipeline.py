@@ -326,6 +326,14 @@ def test_a_second_process_cannot_write_to_the_same_folder() -> None:
     assert f"process {os.getpid()}" in raised.value.what
 
 
+def test_a_link_in_place_of_the_lock_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / ".prepare.lock").symlink_to(tmp_path / "notes")
+    with pytest.raises(SystemFault, match=r"\.prepare\.lock is a symbolic link"), locked(tmp_path):
+        pass
+    assert not (tmp_path / "notes").exists()
+
+
+
 def test_empty_files_are_rejected_and_leave_no_files() -> None:
     Path("texts").mkdir()
     for number in range(3):

@@ -12,6 +12,7 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,38 @@ def test_a_pipe_in_place_of_the_metrics_is_an_error_and_not_waited_for(tmp_path:
     os.mkfifo(tmp_path / "metrics.jsonl")
     done = subprocess.run([sys.executable, "-c", f"from fitgpt.runs.{opened}"], cwd=tmp_path, capture_output=True,
                           text=True, timeout=20)
-    assert re.search(r"SystemFault: Cannot write in|OSError: .* it is a pipe", done.stderr)
+    assert re.search(r"SystemFault: metrics.jsonl is a pipe|OSError: .* it is a pipe", done.stderr)
+
+
+def link_to_notes(path: Path) -> None:
+    path.symlink_to(path.parent / "notes")
+
+
+@pytest.mark.parametrize("name", ["lock", "metrics.jsonl"])
+@pytest.mark.parametrize(("place", "kind"), [(link_to_notes, "a symbolic link"), (os.mkfifo, "a pipe"),
+                                             (os.mkdir, "a folder")])
+def test_what_is_no_file_of_ours_is_named_and_not_written_to(
+        tmp_path: Path, name: str, place: Callable[[Path], None], kind: str) -> None:
+    (tmp_path / "notes").write_text("not a row")
+    place(tmp_path / name)
+    with pytest.raises(SystemFault, match=rf"/{name} is {kind}, and") as raised:
+        open_run(tmp_path, CONFIG, resume=True)
+    assert raised.value.fix.endswith(f"mv {tmp_path / name} {tmp_path / name}.old")
+    assert (tmp_path / "notes").read_text() == "not a row"
+
+
+def test_metrics_that_a_link_replaces_during_a_run_are_written_once_it_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("not a row")
+    with open_run(tmp_path, CONFIG, resume=False) as run:
+        (tmp_path / "metrics.jsonl").unlink()
+        link_to_notes(tmp_path / "metrics.jsonl")
+        for _ in range(2):
+            with pytest.raises(SystemFault, match="is a symbolic link"):
+                run.append_metrics({"kind": "step", "step": 1})
+        (tmp_path / "metrics.jsonl").unlink()
+        run.append_metrics({"kind": "step", "step": 1})
+    assert (tmp_path / "notes").read_text() == "not a row"
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
 
 
 # ---- the folder while a run trains in it

@@ -12,7 +12,7 @@ import pytest
 
 from fitgpt.core.errors import SystemFault
 from fitgpt.runs.folder import open_run
-from fitgpt.runs.metrics import read_metrics
+from fitgpt.runs.metrics import append_sample, read_metrics
 
 
 def test_rows_are_valid_json_even_with_nan_and_infinity(tmp_path: Path) -> None:
@@ -93,3 +93,9 @@ def test_events_are_kept_after_a_rollback_and_if_repeated(tmp_path: Path) -> Non
     path = tmp_path / "m.jsonl"
     path.write_text("\n".join(map(json.dumps, [*rows, {"kind": ["oom"], "step": 1}])))
     assert read_metrics(path) == [*rows[:3], *rows[5:], {"kind": ["oom"], "step": 1}]
+
+
+def test_a_sample_is_not_written_to_what_a_link_points_to(tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").symlink_to(tmp_path / "notes")
+    append_sample(tmp_path, 1, "Once")
+    assert not (tmp_path / "notes").exists()

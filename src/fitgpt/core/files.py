@@ -22,6 +22,7 @@ from typing import Any
 from .errors import SystemFault, UsageError
 from .units import show_bytes
 
+_KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
 _WINDOWS_RETRY_S = 2.5  # a virus scanner keeps a new file open for at most about this long
 
 PAGE_MARK = '<meta name="generator" content="fitgpt">'  # in the head of every page of show.charts
@@ -108,6 +109,19 @@ def disk_faults(doing: str, path: Path) -> Iterator[None]:
         reason = error.strerror or str(error)
         fix = _FIXES.get(error.errno or 0, _OTHER_FOLDER)
         raise SystemFault(f"Cannot {doing} {path}: {reason}.", fix) from error
+
+
+def open_own(path: Path | str, flags: int) -> int:
+    """Opens a file that is written in place → its descriptor. SystemFault unless it is a regular file or missing: an
+    archive of a run may contain a link, and writing to it would change the file that it points to."""
+    with suppress(FileNotFoundError):
+        kind = stat.S_IFMT(os.lstat(path).st_mode)
+        if kind != stat.S_IFREG:
+            name = shlex.quote(str(path))
+            raise SystemFault(f"{path} is {_KINDS.get(kind, 'a device')}, and fitgpt writes only to a file there.",
+                              f"Rename it: mv {name} {name}.old")
+    # O_NOFOLLOW, O_NONBLOCK: what takes the name after this check is not followed or waited for; not on Windows
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:

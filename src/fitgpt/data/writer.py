@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import DataError, SystemFault, UsageError
-from ..core.files import MAX_JSON_BYTES, read_limited, replace_file, seal_json, try_lock, unseal_json
+from ..core.files import MAX_JSON_BYTES, open_own, read_limited, replace_file, seal_json, try_lock, unseal_json
 from .shards import (
     HEADER_BYTES,
     MANIFEST_NAME,
@@ -75,7 +75,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Locks the folder against a second `prepare`. The system releases the lock however the process ends."""
     path = folder / _LOCK
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise SystemFault(f"The folder {folder} cannot be written: {error.strerror}.",
                           "Make it writable for this user, or choose another with --out=FOLDER.") from error

@@ -30,6 +30,7 @@ from ..core.files import (
     MAX_JSON_BYTES,
     disk_faults,
     is_alive,
+    open_own,
     read_json_object,
     read_limited,
     seal_json,
@@ -137,7 +138,7 @@ def take_lock(folder: Path) -> tuple[int, str | None]:
     """The locked descriptor, and a note where the disk has no file locks. SystemFault: another process has it."""
     note = None
     with disk_faults("write in", folder):
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = open_own(folder / "lock", os.O_RDWR | os.O_CREAT)
     try:
         with disk_faults("lock", folder):
             try:
@@ -273,8 +274,9 @@ class RunFolder:
         line, note, file = metrics.encode_row(row), "", self.path / "metrics.jsonl"
         with disk_faults("append to", file):
             if not file.exists() or not os.path.samestat(file.stat(), os.fstat(self._metrics)):
+                opened = _open_metrics(self.path)
                 os.close(self._metrics)
-                self._metrics, self._torn = _open_metrics(self.path), False
+                self._metrics, self._torn = opened, False
                 note = f"{file} was moved or removed: from here on the metrics are in a new file."
             if self._torn:
                 line = b"\n" + line
@@ -303,8 +305,7 @@ def _resume_command(folder: Path) -> str:
 
 
 def _open_metrics(folder: Path) -> int:
-    at_once = getattr(os, "O_NONBLOCK", 0)  # an error if it is a pipe that nothing reads, which would be waited for
-    return os.open(folder / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | at_once, 0o666)
+    return open_own(folder / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
 def _path_of(descriptor: int) -> Path | None:

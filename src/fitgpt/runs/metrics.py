@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from ..core.files import open_regular
+from ..core.errors import SystemFault
+from ..core.files import open_own, open_regular
 
 Row = Mapping[str, Any]
 
@@ -170,7 +171,8 @@ def spell_nonfinite(value: Any) -> Any:
 
 def append_sample(out_dir: Path | str, step: int, text: str) -> None:
     """Adds generated text to samples.jsonl, for the report. A folder that cannot be written to is no error."""
-    with suppress(OSError), (Path(out_dir) / "samples.jsonl").open("a", encoding="utf-8") as file:
+    with suppress(OSError, SystemFault), open(Path(out_dir) / "samples.jsonl", "a", encoding="utf-8",
+                                              opener=open_own) as file:
         file.write(json.dumps({"kind": "sample", "step": step, "text": text}) + "\n")
 
 
@@ -408,9 +410,9 @@ def _mappings(value: Any) -> list[dict[str, Any]]:
 
 def repair(path: Path) -> list[str]:
     """Completes or drops a last line without newline, which was being written when the run was killed. → notes."""
-    if not path.exists() or path.stat().st_size == 0:
+    if not path.exists():
         return []
-    with open(path, "rb+") as file:
+    with open(path, "rb+", opener=open_own) as file:
         end = file.seek(0, os.SEEK_END)
         tail_start, tail = end, b""
         while tail_start > 0 and b"\n" not in tail and len(tail) < MAX_LINE:

@@ -124,3 +124,14 @@ def test_a_tape_completes_under_what_it_needs_and_fails_with_2_mib_less() -> Non
     assert replay(tape(*script), least).failed is None
     assert replay(tape(*script), least - 2 * MiB).failed is not None
     assert least < replay(tape(*script)).reserved
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("nbytes", [2**61, 10**20])
+def test_a_replay_without_a_limit_reserves_any_size(nbytes: int, expandable: bool) -> None:
+    replayed = replay(tape(("small", MiB), ("large", nbytes), ("larger", 2 * nbytes), "large", ("last", nbytes)),
+                      expandable=expandable)
+    assert replayed.failed is None
+    assert 0 <= replayed.peak - (3 * nbytes + MiB) <= MiB
+    assert 0 <= replayed.reserved - 3 * nbytes <= 64 * MiB
+    assert 0 <= replayed.needs - 3 * nbytes <= 64 * MiB

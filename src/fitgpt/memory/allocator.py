@@ -12,6 +12,8 @@ PYTORCH_CUDA_ALLOC_CONF other than expandable_segments.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from math import inf
+from typing import cast
 
 from ..core.units import MiB
 from .driver_addresses import DriverAddresses, ObservedAddresses
@@ -22,7 +24,7 @@ SMALL_BUFFER = 2 * MiB      # segments of the small pool
 LARGE_BUFFER = 20 * MiB     # segments of the large pool for requests below MIN_LARGE_ALLOC
 MIN_LARGE_ALLOC = 10 * MiB  # from here on a request gets a segment of its own size
 ROUND_LARGE = 2 * MiB       # … rounded up to this
-NO_LIMIT = 2**60 // LARGE_BUFFER * LARGE_BUFFER  # more bytes than any GPU has, and a whole number of pages
+NO_LIMIT = cast(int, inf)   # bytes; what is split from it, or merged with it, leaves it as it is
 
 
 def allocation_size(size: int) -> int:

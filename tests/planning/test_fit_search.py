@@ -349,6 +349,13 @@ def test_step_in_backward_keeps_tokens_per_step_and_the_batch_limit() -> None:
     assert all(savers.permission == "rules" for savers in in_backward)
 
 
+def test_micro_batches_that_no_run_accepts_are_no_candidates() -> None:
+    """Two divisors of this step are far apart: what fits is followed by one that a run does not accept."""
+    search = Search(replace(TINY, gradient_accumulation_steps=10**9 + 7), target_of(900 * MiB), frozenset())
+    assert [search.batches(savers) for savers in search.saver_sets[:1]] == [[1, 2]]
+    assert search.choose() is not None
+
+
 def test_the_smallest_memory_is_below_that_of_other_settings() -> None:
     found = fitted(42)
     assert found.least is not None

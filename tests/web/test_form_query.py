@@ -59,8 +59,8 @@ def test_the_page_has_exactly_the_options_that_affect_memory(option: str) -> Non
 
 @pytest.mark.parametrize(("settings", "message"), [
     (dict(n_layer=0), "at least 1"), (dict(n_embd=500), "not a multiple"), (dict(batch_size="many"), "whole number"),
-    (dict(gpu="<script>"), "not a GPU"), (dict(dropout="nan"), "finite"), (dict(n_layer=5000), "at most 200 layers"),
-    (dict(loss_chunk=1, batch_size=64), "chunks"), (dict(batch_size=2**30, block_size=2**20), "chunks"),
+    (dict(gpu="<script>"), "not a GPU"), (dict(dropout="nan"), "finite"), (dict(n_layer=300), "at most 200 layers"),
+    (dict(n_layer=5000), "at most 512"), (dict(batch_size=2**30, block_size=2**20), "tokens per micro-batch"),
     (dict(others="12GiB"), "leaves nothing"), (dict(budget="1TiB"), "more than"), (dict(trainer="x"), "one of fitgpt"),
     (dict(dtype="x" * 300), "characters long"), ({f"k{n}": n for n in range(100)}, "more than 60"),
     (dict(gpu="RTX 2060", dtype="bfloat16"), "compute capability")])

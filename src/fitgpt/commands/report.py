@@ -24,8 +24,6 @@ from ..runs.metrics import RunFacts
 from ..runs.record import RunRecord, read_run
 from ..show.report_page import MAX_RUNS, report_page
 
-MAX_LAYERS = 500  # of a tape that is drawn; a longer one takes seconds to write
-
 
 def report(options: ReportOptions) -> int:
     if len(options.runs) > MAX_RUNS:
@@ -66,8 +64,6 @@ def planned_step(facts: RunFacts, config: Mapping[str, Any]) -> OwnerTimeline | 
     try:
         run = RunConfig.from_dict({key: value for key, value in config.items() if key in option_specs(RunConfig)})
     except FitError:
-        return None
-    if run.n_layer > MAX_LAYERS:
         return None
     version = re.match(r"\d{1,3}\.\d{1,3}", facts.versions.get("torch", ""))
     platform = platform_for(card, torch=version[0] if version else DEFAULT_TORCH)

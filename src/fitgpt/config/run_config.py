@@ -47,6 +47,8 @@ gpt2_shapes: dict[str, dict[str, Any]] = {
                                        ("gpt2-large", 36, 20, 1280), ("gpt2-xl", 48, 25, 1600))
 }
 GPT2_BLOCK = 1024  # positions that those models have learned
+MOST_LAYERS = 512  # the time of a forecast grows with them: two seconds
+MOST_TOKENS = 2**32  # of a micro-batch: their ids and targets alone take 64 GiB
 
 
 device_name = must(partial(fullmatch, r"auto|cpu|mps|cuda(:[0-9]{1,3})?"),
@@ -148,7 +150,7 @@ class RunConfig(Options):
         synonyms=("seq_len", "context_length", "sequence_length", "max_seq_len", "n_ctx", "n_positions", "context"))
 
     n_layer: int = _model(
-        12, "number of blocks", rule=between(1, 10_000), affects_memory=True, affects_speed=True,
+        12, "number of blocks", rule=between(1, MOST_LAYERS), affects_memory=True, affects_speed=True,
         frozen_on_resume=True, page="size", synonyms=("layers", "num_layers", "depth"), main=True)
     n_head: int = _model(
         12, "attention heads per block", rule=between(1, 2**20), affects_memory=True, affects_speed=True,
@@ -274,6 +276,10 @@ class RunConfig(Options):
         super().__post_init__()
         if self.n_embd % self.n_head:
             raise _width_error(self.n_embd, self.n_head)
+        if (tokens := self.batch_size * self.block_size) > MOST_TOKENS:
+            raise UsageError(f"batch_size={self.batch_size} × block_size={self.block_size} is {tokens:,} tokens per "
+                             f"micro-batch; it must be at most {MOST_TOKENS:,}.",
+                             f"--batch_size={MOST_TOKENS // self.block_size}")
         policies = parse_policies(self.saved_activations, self.n_layer)
         if isinstance(policies, str):
             near = nearest(self.saved_activations, POLICIES) or [RunConfig.saved_activations]

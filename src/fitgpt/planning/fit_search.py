@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from ..config.fields import nearest, option_specs, shown
 from ..config.memory_savers import LOSSY_SAVERS, OTHER_RULES, POLICIES, SAVERS, loss_chunk_tokens
 from ..config.optimizers import host_bytes
-from ..config.run_config import RunConfig, diff, gpt2_shapes, resolve_run
+from ..config.run_config import MOST_TOKENS, RunConfig, diff, gpt2_shapes, resolve_run
 from ..core.errors import UsageError
 from ..hardware import gpus
 from ..hardware.gpus import GpuModel
@@ -281,7 +281,7 @@ class Search:
         """Micro-batches that divide the sequences of a step: the given one, and others in growing steps."""
         given = self.config.batch_size
         sequences = given * self.config.gradient_accumulation_steps
-        most = self.target.most_batch or sequences
+        most = min(self.target.most_batch or sequences, MOST_TOKENS // self.config.block_size)
         if savers.options.get("step_in_backward", self.config.step_in_backward):  # it excludes accumulation
             return [sequences] if sequences <= max(most, given) else []
         found = list[int]()

@@ -17,7 +17,7 @@ from .. import __version__
 from ..config.argv import walk
 from ..config.command_options import PlanArguments, PlanOptions
 from ..config.fields import Assignment, build, option_specs, parse_value, shown
-from ..config.memory_savers import POLICIES, loss_chunk_tokens
+from ..config.memory_savers import POLICIES
 from ..config.run_config import (
     DEFAULT_VOCAB,
     NOT_NANOGPTS,
@@ -56,7 +56,7 @@ STOPS: dict[str, tuple[int, ...]] = {
 OTHERS_MIB = (0, 128, 256, 512, 768, 1024, 1536, 2118, 2560, 3072, 4096, 5120, 6144, 8192)
 
 MAX_FIELDS, MAX_VALUE_LENGTH = 60, 200
-MAX_LAYERS, MAX_CHUNKS = 200, 2048  # with more, a tape takes seconds to write; `fitgpt plan` has no such limit
+MAX_LAYERS = 200                    # with more, a tape takes seconds to write
 DRIVER_SECONDS = 3                  # how long a reading of this machine's GPU is reused while a slider moves
 
 
@@ -155,23 +155,13 @@ def read(query: str) -> PageQuery:
             assignments.append(Assignment(key, parse_value(PlanArguments, key, text), f"--{key}={text}"))
     questions = build(PlanOptions, [each for each in assignments if each.key in QUESTIONS])
     config, _ = config_from([each for each in assignments if each.key not in QUESTIONS])
-    _check_size(config, questions.trainer)
+    if config.n_layer > MAX_LAYERS:
+        raise UsageError(f"n_layer={config.n_layer}: the page plans at most {MAX_LAYERS} layers.",
+                         f"--n_layer={MAX_LAYERS}, or fitgpt plan in a terminal.")
     moment = 0 if questions.gpu else int(time.monotonic() / DRIVER_SECONDS)
     target = _target(questions.gpu, questions.others, questions.budget, questions.torch, moment)
     check_supported(config, target, questions.trainer)
     return PageQuery(config, questions.trainer, target, questions, tuple(ignored))
-
-
-def _check_size(config: RunConfig, trainer: str) -> None:
-    if config.n_layer > MAX_LAYERS:
-        raise UsageError(f"n_layer={config.n_layer}: the page plans at most {MAX_LAYERS} layers.",
-                         f"--n_layer={MAX_LAYERS}, or fitgpt plan in a terminal, which has no limit.")
-    tokens = max(config.batch_size * config.block_size, config.eval_batch * config.eval_block)
-    chunks = tokens / loss_chunk_tokens(tokens, config.vocab_size or DEFAULT_VOCAB, config.loss_chunk)
-    if trainer == "fitgpt" and chunks > MAX_CHUNKS:
-        fix = "--loss_chunk=0" if config.loss_chunk else "--batch_size=1 --block_size=1024"
-        raise UsageError(f"The loss of {tokens:,} tokens would be computed in {chunks:,.0f} chunks; the page plans at "
-                         f"most {MAX_CHUNKS:,}.", fix)
 
 
 @lru_cache(maxsize=8)

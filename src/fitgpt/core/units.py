@@ -63,7 +63,7 @@ def _parse(text: str, units: dict[str, int], wanted: str) -> int:
 
 def show_bytes(nbytes: int) -> str:
     """The unit that leaves one to four digits before the point: 512 B, 33.5 MiB, 11.46 GiB."""
-    for unit, name in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+    for unit, name in ((2**60, "EiB"), (2**50, "PiB"), (TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
         if abs(nbytes) >= unit:
             return f"{nbytes / unit:.2f} {name}" if unit >= GiB else f"{nbytes / unit:.1f} {name}"
     return f"{nbytes} B"

@@ -59,6 +59,7 @@ class Forecast(NamedTuple):
     reserved_range: tuple[int, int]        # lowest and highest, over the addresses a driver may return
     assumes: dict[str, str]                # torch, attention, compile, allocator
     host_bytes: int                        # CPU RAM of what is offloaded
+    largest: tuple[str, int] = ("", 0)     # allocation: its name and its bytes
     not_seen: tuple[str, ...] = ()         # what the run does besides, one sentence each
     bounded: tuple[str, ...] = ()          # what may take more memory than forecast, one sentence each
 
@@ -162,7 +163,7 @@ def forecast(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt", limi
         needs=needed, reserved_range=reserved_range,
         assumes={"torch": platform.describe_torch(), "attention": attention,
                  "compile": compiled if run.compile else "eager", "allocator": EXPANDABLE if expandable else NATIVE},
-        host_bytes=0 if nanogpt else host_bytes(run), bounded=bounded)
+        host_bytes=0 if nanogpt else host_bytes(run), bounded=bounded, largest=largest_allocation(timeline.tape))
 
 
 class Replayed(NamedTuple):
@@ -197,6 +198,11 @@ def replayed(tape: Tape, limit: int | None, *, expandable: bool) -> Replayed:
                                                                                       strict=True)}
     return Replayed(timeline, needed, (min(*reserved, most), most), phases,
                     max(peaks.values(), key=lambda peak: peak.allocated), bounded)
+
+
+def largest_allocation(tape: Tape) -> tuple[str, int]:
+    event = max((event for event in tape.events if event.alloc), key=lambda event: event.nbytes, default=None)
+    return (event.name, event.nbytes) if event else ("", 0)
 
 
 def one_step(timeline: Timeline, most: int = MAX_POINTS) -> OwnerTimeline:

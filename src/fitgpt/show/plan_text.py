@@ -88,6 +88,8 @@ def traced_title(trace: Trace, gpu: str) -> str:
 
 def traced_changes_text(plan: TracedPlan, width: int) -> str:
     """What changes would save, by arithmetic on the trace."""
+    if not plan.changes:
+        return "No single change that is known here saves memory."
     lines = [paragraph("What changes would save, by arithmetic on the trace; trace again to check:", width)]
     for each in plan.changes:
         fits = "fits" if each.fits else f"{show_bytes(-each.headroom)} too much"
@@ -213,6 +215,9 @@ def verdict(plan: MemoryPlan, neighbours: str = "") -> str:
         sentences.append(f"It fits while everything else on the GPU stays under {show_bytes(room)}.")
     elif takes_all and room > 0:
         sentences.append(f"It would fit if everything else on the GPU stayed under {show_bytes(room)}.")
+    name, largest = forecast.largest
+    if largest > budget.reserve_limit > 0:
+        sentences.append(f"One allocation alone takes {show_bytes(largest)}: {name}.")
     if neighbours:
         sentences.append(neighbours)
     low, high = (show_bytes(nbytes) for nbytes in forecast.reserved_range)

@@ -462,7 +462,9 @@ class TracedGpu(TorchDispatchMode):
             self.keep(result, "", str(func))
             return result
         if result is None:
+            in_experts = "/transformers/" in model_line() and any("expert" in each for each in self.recorder.modules)
             raise Untraceable(f"{func} gives a result whose size depends on values, which a trace does not have.",
+                              'Load the model with experts_implementation="grouped_mm".' if in_experts else
                               "Trace the script with a fixed size there, as large as it gets, or with torch.where.")
         made = []
         for each in result if isinstance(result, tuple | list) else (result,):

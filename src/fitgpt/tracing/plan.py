@@ -219,10 +219,16 @@ def plan_trace(trace: Trace, target: Target, allocator: str = "") -> TracedPlan:
                  else "a range from the eager trace",
                  "allocator": EXPANDABLE if expandable else NATIVE,
                  **({"convolutions": "workspaces by rule"} if trace.convolutions else {})},
-        host_bytes=0, not_seen=trace.not_seen, bounded=(*trace.bounded, *bounded))
+        host_bytes=0, largest=largest_of(traced), not_seen=trace.not_seen, bounded=(*trace.bounded, *bounded))
     of_compiler = [PLANNED_NOTE if trace.planned else UNPLANNED_NOTE] if trace.compiled else []
     notes = (*target.notes, *of_compiler, *notes_on(trace, platform), *notes_on_batches(trace))
     return TracedPlan(forecast, target.budget, traced, target, timeline, notes)
+
+
+def largest_of(trace: Trace) -> tuple[str, int]:
+    """The largest tensor: what it is and where it is made, and its bytes."""
+    kind = max(trace.tensors, key=lambda each: each.nbytes, default=None)
+    return (f"{kind.describe()} at {kind.source}", kind.nbytes) if kind else ("", 0)
 
 
 def range_of(trace: Trace) -> tuple[float, float]:

@@ -226,9 +226,9 @@ def test_a_whole_number_that_a_model_reads_from_the_gpu_is_stated(size: Callable
         model, numbers = Truncated(), torch.randint(10, (4, 8), device="cuda")
         numbers.sum().item()  # a count, outside of a model
         model(torch.arange(8).repeat(4, 1).to("cuda"))  # known
-        assert not recorder.notes
+        assert not recorder.not_seen
         model(numbers)
-    assert [note for note in recorder.notes if "test_recording.py, line" in note and "whole number" in note]
+    assert [each for each in recorder.not_seen if "test_recording.py, line" in each and "whole number" in each]
 
 
 def test_a_mask_that_came_from_the_host_is_known() -> None:
@@ -494,7 +494,7 @@ def test_cuda_graphs_of_the_compiler_are_said_to_keep_memory() -> None:
     recorder = Recorder()
     with recording(recorder, RTX):
         torch.compile(nn.Linear(4, 4), mode="reduce-overhead").to("cuda")(torch.ones(2, 4, device="cuda"))
-    assert CUDA_GRAPHS in recorder.notes
+    assert CUDA_GRAPHS in recorder.bounded
 
 
 def test_a_compiled_model_that_branches_on_values_runs_eager_and_the_trace_says_so() -> None:

@@ -164,7 +164,8 @@ def test_a_saved_trace_is_planned_for_another_gpu_and_other_processes(
     plan: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert plan["fits"]
     assert plan["command"] == ["train.py", "--lr", "1"]
-    assert set(plan) >= {"phases", "peak", "steps", "needs_bytes", "owners_at_peak", "tensors", "changes", "not_seen"}
+    assert set(plan) >= {"phases", "peak", "steps", "needs_bytes", "owners", "verdict", "tensors", "changes",
+                         "not_seen"}
     assert main(["trace", "--gpu", "4070", "--others", "10GiB", saved]) == 1
     out = capsys.readouterr().out
     assert "Does not fit: needs 2.3" in out

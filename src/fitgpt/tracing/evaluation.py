@@ -62,7 +62,7 @@ def _of_trainers(recorder: Recorder) -> Iterator[str]:
         kind = getattr(sys.modules.get(name), "Trainer", None)
         if kind is None or ran in recorder.functions:
             continue
-        for trainer in [each for each in gc.get_objects() if isinstance(each, kind)][:1]:
+        for trainer in [each for each in gc.get_objects() if issubclass(type(each), kind)][:1]:
             if ran == "_evaluation_step":
                 if trainer.enable_validation:
                     yield LIGHTNING_EVALUATES.format(place)

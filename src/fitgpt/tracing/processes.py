@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -33,8 +34,10 @@ WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")  # options of Python that t
 
 def script_in(argv: Sequence[str]) -> list[str]:
     """What a program's command line runs: a script or -m MODULE, with its arguments; empty if neither is there."""
-    starts = [number for number, each in enumerate(argv) if number and (each == "-m" or each.endswith(".py"))]
-    return list(argv[starts[0]:]) if starts else []
+    for number, (each, following) in enumerate(pairwise([*argv, ""])):
+        if number and (each.endswith(".py") or (each == "-m" and following not in LAUNCHER_MODULES)):
+            return list(argv[number:])
+    return []
 
 
 def check_command(command: Sequence[str], options: Sequence[str]) -> None:

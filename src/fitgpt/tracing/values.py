@@ -130,12 +130,11 @@ class Values:
                 return bool(func(*one).any())
             return None
         if name in NOT_FINITE:
-            return False
-        if name not in ("aten::eq", "aten::ne", "aten::lt") or not args[0].is_floating_point():
+            return False if self.is_guess(args[0]) else None
+        if name not in ("aten::eq", "aten::ne", "aten::lt") or not args[0].is_floating_point() \
+                or not self.is_guess(args[0]):
             return None
         first, second = args[:2]
-        if not self.is_guess(first):
-            return None
         if isinstance(second, Tensor) and not is_stand_in(second) and not second.dim():
             second = second.item()
         if isinstance(second, Tensor):

@@ -19,8 +19,7 @@ NAMED = {
     "option": {*RUN_OPTIONS, *QUESTIONS, "max_iters", "preset"}, "phase": set(PHASES), "goal": set(GOALS),
     "part": {*OWNERS, "others", "outside", "unallocated"}, "kind": {"lossy", "batch", "other"},
     "verdict": {"fits", "tight", "does_not_fit", "problem", "none"}, "gpus": {"fits", "tight", "does_not_fit"},
-    "paste.read": {"config", "command"},
-    "group": {"amd", "workstation", "data_centre"},
+    "paste.read": {"config", "command"}, "group": {"amd", "workstation", "data_centre"},
     "tile": {"steps", "loss", "speed", "time_left", "reserved", "headroom", "device"},
 }
 

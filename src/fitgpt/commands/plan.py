@@ -57,8 +57,8 @@ def _every_gpu(request: PlanRequest) -> int:
         raise UsageError(f"--all-cards plans for every GPU, and {' and '.join(clashes)} for one.",
                          "--all-cards")
     config, _ = with_training_length(request.config, options, request.data, request.missing, None)
-    others, leave = optional_bytes(options.others, "MiB"), optional_bytes(config.leave)
-    kept_free = None if others is leave is None else (others or 0) + (leave or 0)  # on any GPU
+    given = [each for each in (optional_bytes(options.others, "MiB"), optional_bytes(config.leave)) if each is not None]
+    kept_free = sum(given) if given else None  # on any GPU
     rows = verdicts(config, options.trainer, kept_free, options.torch)
     planned = {each.name for each in rows if not each.problem}
     speeds = {card.name: (speed.low, speed.high) for card in gpus.load() if card.name in planned

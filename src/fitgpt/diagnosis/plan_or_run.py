@@ -15,7 +15,7 @@ from ..hardware.gpus import find, match_device
 from ..planning import budget as budgets
 from ..planning.forecast import MemoryPlan, OwnerShare
 from ..planning.plan import plan_for
-from ..planning.plan_file import plan_from
+from ..planning.plan_file import PLAN_AGAIN, check_schema, plan_from
 from ..planning.request import with_data
 from ..planning.verdict import Verdict
 from ..runs.folder import recorded_config
@@ -39,6 +39,8 @@ from .diagnose import Diagnosis, MemoryShare, remedies_for
 def explain_document(document: dict[str, Any], request: ExplainRequest) -> Diagnosis | None:
     """JSON of `plan --json`, or the plan file of a run, which contains its config; None if it is neither."""
     plan, values, planned = plan_from(document), document.get("config"), None
+    if "config" in document or {"trainer", "phases", "needs_bytes"} <= document.keys():
+        check_schema(document, "The plan", PLAN_AGAIN if "config" in document else "fitgpt plan --json")
     if isinstance(values, dict) and set(values) <= set(option_specs(RunConfig)):
         planned = RunConfig.from_dict(values)
     if plan is not None:

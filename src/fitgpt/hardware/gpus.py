@@ -55,7 +55,7 @@ class GpuModel:
     @property
     def is_geforce(self) -> bool:
         """Whether a desktop usually runs on it."""
-        return re.match(r"GTX|TITAN|RTX [2-5]0\d0\b", self.name) is not None
+        return re.match(r"GTX|TITAN|RTX [2-5]0[5-9]0\b", self.name) is not None
 
     @property
     def has_matrix_units(self) -> bool:

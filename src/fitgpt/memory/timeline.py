@@ -78,6 +78,11 @@ class Timeline:
         """Bytes per owner right after an event. Their sum is what is allocated then."""
         return owners_after(self.tape, self.changes, {event})[event]
 
+    @cached_property
+    def reserved_in_any_order(self) -> tuple[int, ...]:
+        """`reserved`, and with native segments what is reserved if the driver returns addresses in other orders."""
+        return self.reserved, *(() if self.expandable else reserved_in_other_orders(self.tape))
+
     # ---- the memory that the program needs. These answer for a replay without a limit.
 
     def is_same_under(self, limit: int) -> bool:
@@ -89,6 +94,11 @@ class Timeline:
         if limit >= self.largest_granted or limit < self.peak:
             return limit >= self.largest_granted
         return replay(self.tape, limit, expandable=self.expandable).failed is None
+
+    def fits_in_any_order(self, limit: int) -> bool:
+        """Whether the tape completes under a limit, also if the driver returns addresses in another order."""
+        return self.fits(limit) and (self.expandable or limit >= max(self.reserved_in_any_order) or all(
+            each.failed is None for each in replays_in_other_orders(self.tape, limit)))
 
     @cached_property
     def needs(self) -> int:
@@ -169,20 +179,20 @@ def replay(tape: Tape, limit: int | None = None, *, expandable: bool = False,
     return Timeline(tape, expandable, changes, segments, failed, allocator.largest_granted, allocator.smallest_failed)
 
 
+def replays_in_other_orders(tape: Tape, limit: int | None = None) -> tuple[Timeline, ...]:
+    """Replays with addresses that the driver hands out in two other orders: large segments downwards, and all upwards.
+    """
+    orders = MonotonicAddresses(descending_from=MIN_LARGE_ALLOC), MonotonicAddresses(descending_from=NO_LIMIT)
+    return tuple(replay(tape, limit, addresses=order) for order in orders)
+
+
 def reserved_in_other_orders(tape: Tape) -> tuple[int, ...]:
-    """Bytes reserved if the driver hands out addresses in two other orders: large segments downwards, and all upwards.
+    """Bytes reserved in these orders.
 
     One block at another address can change the bytes reserved by gigabytes. Where these figures differ from those of
     the usual order, no single number is certain.
     """
-    orders = MonotonicAddresses(descending_from=MIN_LARGE_ALLOC), MonotonicAddresses(descending_from=NO_LIMIT)
-    return tuple(replay(tape, addresses=order).reserved for order in orders)
-
-
-def completes_in_other_orders(tape: Tape, limit: int) -> bool:
-    """Whether the tape completes under a limit in both of these orders."""
-    orders = MonotonicAddresses(descending_from=MIN_LARGE_ALLOC), MonotonicAddresses(descending_from=NO_LIMIT)
-    return all(replay(tape, limit, addresses=order).failed is None for order in orders)
+    return tuple(each.reserved for each in replays_in_other_orders(tape))
 
 
 # Memory is reserved in multiples of 2 MiB, so limits between two of them are equal.

@@ -29,9 +29,8 @@ from .fit_search import (
     permission_notes,
     permitted,
 )
-from .forecast import lowest_error_of, recorded_of
 from .speed import likely_efficiency, modelled
-from .verdict import Verdict, tight_reasons, verdict_of
+from .verdict import Verdict
 
 GIVEN_SHAPE_DOES_NOT_FIT = "nothing with the given shape fits"
 OUTSIDE_ERROR = 128 * MiB   # of gpus.outside_by_rule: most of the OOM messages it was fitted to are within 110 MiB
@@ -72,17 +71,9 @@ class FitResult(NamedTuple):
     notes: tuple[str, ...] = ()
 
     @property
-    def tight(self) -> list[str]:
-        """Why the chosen settings may run out of memory all the same, one sentence each."""
-        if self.chosen is None:
-            return []
-        lowest = lowest_error_of(recorded_of("fitgpt"), self.chosen.config.compile is not False)
-        return tight_reasons(self.chosen.needs, self.budget, lowest)
-
-    @property
     def verdict(self) -> Verdict:
         """On the chosen settings."""
-        return Verdict.DOES_NOT_FIT if self.chosen is None else verdict_of(self.chosen.headroom, tight=self.tight)
+        return self.chosen.verdict if self.chosen is not None else Verdict.DOES_NOT_FIT
 
     def __str__(self) -> str:
         from ..show.fit_text import fit_text  # a result prints itself; nothing else here shows anything
@@ -268,8 +259,8 @@ def smallest_memory(config: RunConfig, target: FitTarget, allow: frozenset[str])
     """The settings that need least memory, whatever their speed; and the least without offload, if they offload."""
     search = target.search(config, permitted(config, allow))
     least = search.scored(*search.least())
-    notes = list(permission_notes(config, allow))
-    if least.fits:
+    notes, enough = list(permission_notes(config, allow)), least.headroom >= 0
+    if enough:
         process = least.needs + target.budget.outside
         notes.append(f"nvidia-smi will show about {show_bytes(process)}, which includes the CUDA context: "
                      f"--budget={-(-(process + OUTSIDE_ERROR) // MiB)}MiB is enough.")
@@ -278,10 +269,10 @@ def smallest_memory(config: RunConfig, target: FitTarget, allow: frozenset[str])
         alone = on_gpu.scored(*on_gpu.least())
         notes.append(f"Without more in CPU RAM: {show_bytes(alone.needs)}, by "
                      f"{' '.join(alone.flags) or 'the given settings'}.")
-    return FitResult(target.budget, search.scored(config, "free"), least if least.fits else None,
-                     decisions(search, config, least.config, "") if least.fits else (), frontier=search.frontier(),
-                     error=search.error,
-                     least=least, considered=len(search.candidates), replayed=search.replays, notes=tuple(notes))
+    return FitResult(target.budget, search.scored(config, "free"), least if enough else None,
+                     decisions(search, config, least.config, "") if enough else (), frontier=search.frontier(),
+                     error=search.error, least=least, considered=len(search.candidates), replayed=search.replays,
+                     notes=tuple(notes))
 
 
 # ---- other sizes of model and block

@@ -30,7 +30,7 @@ from ..hardware import gpus
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
 from .budget import Budget
-from .forecast import fits, replay_run
+from .forecast import assumptions, fits, lowest_error, replay_run
 from .layer_costs import (
     PAGE,
     CostCache,
@@ -57,6 +57,7 @@ from .speed import (
     speed_key,
     step_cost,
 )
+from .verdict import Verdict, tight_reasons, verdict_of
 
 # ---- permissions
 
@@ -191,11 +192,16 @@ class ScoredConfig(NamedTuple):
     needs: int
     headroom: int                 # what may be reserved, minus what it needs
     speed: SpeedEstimate | None   # None: the GPU's figures are not known
+    tight: tuple[str, ...] = ()   # why it may run out of memory all the same, one sentence each
     measured: float | None = None # tokens per second, if it was timed
 
     @property
+    def verdict(self) -> Verdict:
+        return verdict_of(self.headroom, tight=self.tight)
+
+    @property
     def fits(self) -> bool:
-        return self.headroom >= 0
+        return self.verdict is Verdict.FITS
 
 
 class FitTarget(NamedTuple):
@@ -517,9 +523,11 @@ class Search:
         return replace(given, **options)
 
     def scored(self, config: RunConfig, permission: str) -> ScoredConfig:
-        needs = self.needs(config)
+        run, needs = resolve_run(config, self.platform), self.needs(config)
+        lowest = lowest_error("fitgpt", assumptions(run, self.platform, "fitgpt"))
         return ScoredConfig(config, flags(self.given, config), permission, needs, self.limit - needs,
-                            estimate(config, self.target.card, self.platform))
+                            estimate(config, self.target.card, self.platform),
+                            tuple(tight_reasons(needs, self.target.budget, lowest)))
 
     def estimated_needs(self, config: RunConfig) -> int:
         """By closed forms, with the usual fragmentation."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
@@ -26,9 +26,8 @@ from ..memory.timeline import (
     PhasePeak,
     Timeline,
     chart_points,
-    completes_in_other_orders,
     replay,
-    reserved_in_other_orders,
+    replays_in_other_orders,
 )
 from ..runs.metrics import PhaseMemory
 from ..tapes import engine as engine_tape
@@ -89,9 +88,10 @@ class MemoryPlan:
 
     @cached_property
     def tight(self) -> tuple[str, ...]:
-        """Why it may run out of memory although it needs no more than the limit, one sentence each."""
-        found = tight_reasons(self.forecast.needs, self.budget, lowest_error(self.forecast))
-        return tuple(dict.fromkeys([*found, *self.forecast.bounded]))
+        """Why a run that fits may run out of memory all the same, one sentence each."""
+        lowest = lowest_error(self.forecast.trainer, self.forecast.assumes)
+        found = tight_reasons(self.forecast.needs, self.budget, lowest)
+        return tuple(dict.fromkeys([*found, *self.forecast.bounded])) if self.headroom >= 0 else ()
 
     @property
     def verdict(self) -> Verdict:
@@ -104,7 +104,7 @@ class MemoryPlan:
     @property
     def caveats(self) -> tuple[str, ...]:
         """What the verdict leaves open, one sentence each: what was not seen, and why a run that fits may not."""
-        return (*self.forecast.not_seen, *(self.tight if self.headroom >= 0 else ()))
+        return (*self.forecast.not_seen, *self.tight)
 
     @property
     def process_bytes(self) -> int:
@@ -152,18 +152,24 @@ def forecast(run: ResolvedRun, platform: Platform, trainer: str = "fitgpt", limi
         if sample.allocated > highest.allocated:
             highest, timeline = sample, sampled
 
-    compiled, attention = "compiled", engine_tape.attention_kernel(run, platform)
-    if nanogpt:
-        attention = platform.attention(run.n_embd // run.n_head, run.dtype)
-        if has_odd_sizes(run.dtype, run.batch_size * run.block_size, run.vocab_size):
-            compiled = f"compiled, {ODD_SIZES}"
     return Forecast(
         trainer=trainer, params=params, phases=phases,
         peak_phase=highest.phase, owners_at_peak=owners(run, trainer, timeline, highest.event),
         needs=needed, reserved_range=reserved_range,
-        assumes={"torch": platform.describe_torch(), "attention": attention,
-                 "compile": compiled if run.compile else "eager", "allocator": EXPANDABLE if expandable else NATIVE},
-        host_bytes=0 if nanogpt else host_bytes(run), bounded=bounded, largest=largest_allocation(timeline.tape))
+        assumes=assumptions(run, platform, trainer), host_bytes=0 if nanogpt else host_bytes(run), bounded=bounded,
+        largest=largest_allocation(timeline.tape))
+
+
+def assumptions(run: ResolvedRun, platform: Platform, trainer: str) -> dict[str, str]:
+    """`Forecast.assumes` of a run."""
+    attention, compiled = engine_tape.attention_kernel(run, platform), "compiled"
+    if trainer == "nanogpt":
+        attention = platform.attention(run.n_embd // run.n_head, run.dtype)
+        if has_odd_sizes(run.dtype, run.batch_size * run.block_size, run.vocab_size):
+            compiled = f"compiled, {ODD_SIZES}"
+    return {"torch": platform.describe_torch(), "attention": attention,
+            "compile": compiled if run.compile else "eager",
+            "allocator": EXPANDABLE if platform.uses_expandable_segments(trainer) else NATIVE}
 
 
 class Replayed(NamedTuple):
@@ -181,22 +187,19 @@ def replayed(tape: Tape, limit: int | None, *, expandable: bool) -> Replayed:
     """What is reserved without a limit, what is needed, and what is reserved under the limit."""
     unlimited = timeline = replay(tape, expandable=expandable)
     needed = unlimited.needs if limit is None else unlimited.needs_under(limit)
-    if limit is not None and needed <= limit < unlimited.reserved:
+    reserved, bounded = unlimited.reserved_in_any_order, tuple[str, ...]()
+    if limit is not None and needed <= limit < max(reserved):
         timeline = replay(tape, limit, expandable=expandable)
-    reserved = unlimited.reserved, *(() if expandable else reserved_in_other_orders(tape))
-    most, bounded = max(reserved) if timeline is unlimited else timeline.reserved, tuple[str, ...]()
-    if limit is not None and needed <= limit < most:
-        if completes_in_other_orders(tape, limit):
-            most = limit
-        else:
-            bounded = (OTHER_ADDRESSES,)
+        others = () if expandable else replays_in_other_orders(tape, limit)
+        reserved = timeline.reserved, *(each.reserved for each in others)
+        bounded = (OTHER_ADDRESSES,) if any(each.failed is not None for each in others) else ()
 
     # Reserved is cumulative: a phase that repeats comes after all the others.
     peaks = timeline.peaks()
     so_far = accumulate((peak.reserved for peak in peaks.values()), max)
     phases = {phase: PhaseMemory(peak.allocated, held) for (phase, peak), held in zip(peaks.items(), so_far,
                                                                                       strict=True)}
-    return Replayed(timeline, needed, (min(*reserved, most), most), phases,
+    return Replayed(timeline, needed, (min(reserved), max(reserved)), phases,
                     max(peaks.values(), key=lambda peak: peak.allocated), bounded)
 
 
@@ -432,10 +435,9 @@ def recorded_runs() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _recorded_like(forecast: Forecast) -> list[dict[str, str]]:
-    """The recorded runs of that trainer and allocator."""
-    assumes = forecast.assumes
-    return recorded_of(record_kind(forecast.trainer, expandable=assumes["allocator"] == EXPANDABLE,
+def _recorded_like(trainer: str, assumes: Mapping[str, str]) -> list[dict[str, str]]:
+    """The recorded runs of that trainer and allocator. `assumes`: of a forecast."""
+    return recorded_of(record_kind(trainer, expandable=assumes["allocator"] == EXPANDABLE,
                                    odd=ODD_SIZES in assumes["compile"], convolutions="convolutions" in assumes))
 
 
@@ -444,16 +446,24 @@ def recorded_of(kind: str) -> list[dict[str, str]]:
     return [row for row in recorded_runs() if row["trainer"] == kind]
 
 
+def tight_on(timeline: Timeline, needs: int, budget: Budget, lowest: float) -> list[str]:
+    """Why a run that fits may run out of memory all the same: `MemoryPlan.tight` without a forecast. `timeline`: of the
+    run, without a limit."""
+    found = tight_reasons(needs, budget, lowest)
+    fits_in_any_order = needs > budget.reserve_limit or timeline.fits_in_any_order(budget.reserve_limit)
+    return found if fits_in_any_order else [*found, OTHER_ADDRESSES]
+
+
 def track_record_of(forecast: Forecast, gpu: str) -> TrackRecord:
     """The recorded runs of that trainer, and the worst error of their forecasts."""
-    rows = _recorded_like(forecast)
+    rows = _recorded_like(forecast.trainer, forecast.assumes)
     errors = [float(row["worst_percent"]) for row in rows]
     return TrackRecord(sum(row["gpu"] == gpu for row in rows), len(rows), max(errors, key=abs) if errors else None)
 
 
-def lowest_error(forecast: Forecast) -> float:
+def lowest_error(trainer: str, assumes: Mapping[str, str]) -> float:
     """By how much forecasts of such runs, eager or compiled, were too low at most: −0.05 is 5 %; 0: none was."""
-    return lowest_error_of(_recorded_like(forecast), forecast.assumes["compile"] != "eager")
+    return lowest_error_of(_recorded_like(trainer, assumes), assumes["compile"] != "eager")
 
 
 def lowest_error_of(rows: Iterable[dict[str, str]], compiled: bool) -> float:
@@ -514,7 +524,7 @@ def nearest_recorded_run(run: ResolvedRun, forecast: Forecast, gpu: str) -> Reco
                 + (row["mode"] != mode) + ((row["dtype"] == "float32") != (run.dtype == "float32"))
                 + len(options ^ set(row["options"].split())) / 2 + (row["gpu"] != gpu) / 2)
 
-    row = min(_recorded_like(forecast), key=distance, default=None)
+    row = min(_recorded_like(forecast.trainer, forecast.assumes), key=distance, default=None)
     if row is None:
         return None
     figures: dict[str, Any] = {name: int(row[name]) if row[name].isdigit() else row[name]

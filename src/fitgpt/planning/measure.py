@@ -34,7 +34,7 @@ def rerank(fitted: FitResult, timer: Timer, say: Callable[[str], None] = lambda 
     last."""
     if fitted.chosen is None:
         return fitted
-    unchanged = (fitted.given,) if fitted.given.fits and fitted.chosen.flags else ()
+    unchanged = (fitted.given,) if fitted.given.headroom >= 0 and fitted.chosen.flags else ()
     timed, failed, notes = [], [], []
     candidates = (fitted.chosen, *fitted.runners_up, *unchanged)
     say(f"timing {len(candidates)} plans, each for a few seconds once it is compiled …")

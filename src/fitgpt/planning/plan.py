@@ -38,9 +38,12 @@ from .forecast import (
     MemoryPlan,
     RecordedRun,
     TrackRecord,
+    assumptions,
     forecast,
+    lowest_error,
     nearest_recorded_run,
     replay_run,
+    tight_on,
     track_record_of,
 )
 from .plan_file import Estimate, change_document, document, rank_document
@@ -345,10 +348,19 @@ def best_of(rows: Sequence[GpuVerdict]) -> Verdict:
     return next((verdict for verdict in Verdict if verdict in found), Verdict.DOES_NOT_FIT)
 
 
-def every_gpu(needs_on: Callable[[Target], int], others: int | None = None, torch: str = "", *,
-              lowest: float = 0.0, not_seen: Sequence[str] = (), bounded: Sequence[str] = ()) -> list[GpuVerdict]:
-    """One verdict per GPU. `needs_on`: what the run needs there; UsageError where it cannot run. The rest is as of
-    a forecast."""
+def every_gpu(needs_on: Callable[[Target], int], others: int | None = None, *, lowest: float,
+              not_seen: Sequence[str], bounded: Sequence[str]) -> list[GpuVerdict]:
+    """One verdict per GPU on a trace. `needs_on`: what it needs there; the rest is the same on all of them."""
+    def needs_and_tight(target: Target) -> tuple[int, Sequence[str]]:
+        needs = needs_on(target)
+        return needs, [*tight_reasons(needs, target.budget, lowest), *bounded]
+
+    return _every_gpu(needs_and_tight, others, not_seen=not_seen)
+
+
+def _every_gpu(needs_and_tight: Callable[[Target], tuple[int, Sequence[str]]], others: int | None, torch: str = "", *,
+               not_seen: Sequence[str] = ()) -> list[GpuVerdict]:
+    """One verdict per GPU, by what the run needs there, and why it is tight; UsageError where it cannot run."""
     rows = []
     for card in gpus.load():
         usable = card.usable_mib * MiB if card.usable_mib else None
@@ -360,12 +372,11 @@ def every_gpu(needs_on: Callable[[Target], int], others: int | None = None, torc
             continue
         target = on_card(card, others=others, torch=torch)
         try:
-            needs = needs_on(target)
+            needs, tight = needs_and_tight(target)
         except UsageError as error:
             rows.append(GpuVerdict(card.name, usable, problem=f"needs {error.fix}"))
         else:
             headroom = target.budget.reserve_limit - needs
-            tight = [*tight_reasons(needs, target.budget, lowest), *bounded]
             rows.append(GpuVerdict(card.name, usable, needs, headroom, verdict_of(headroom, not_seen, tight)))
     return rows
 
@@ -375,15 +386,17 @@ def verdicts(config: RunConfig, trainer: str = "fitgpt", others: int | None = No
     """One verdict per GPU. GPUs on which the tape is the same are replayed once."""
     known: dict[tuple[Any, ...], Timeline] = {}
 
-    def needs_on(target: Target) -> int:
+    def needs_and_tight(target: Target) -> tuple[int, Sequence[str]]:
         check_supported(config, target, trainer)
         run = resolve_run(config, target.platform, trainer)
         kind = same_tape(run, target.platform)
         if kind not in known:
             known[kind] = replay_run(run, target.platform, trainer)
-        return known[kind].needs_under(target.budget.reserve_limit)
+        needs = known[kind].needs_under(target.budget.reserve_limit)
+        lowest = lowest_error(trainer, assumptions(run, target.platform, trainer))
+        return needs, tight_on(known[kind], needs, target.budget, lowest)
 
-    return every_gpu(needs_on, others, torch)
+    return _every_gpu(needs_and_tight, others, torch)
 
 
 def same_tape(run: ResolvedRun, platform: Platform) -> tuple[Any, ...]:

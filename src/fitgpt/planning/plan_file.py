@@ -87,7 +87,7 @@ def change_document(plan: MemoryPlan, needs: int, *, flags: Mapping[str, str], w
                     step_seconds: Estimate | None = None) -> dict[str, Any]:
     """A change of a plan's run, after which it needs that much."""
     headroom = plan.budget.reserve_limit - needs
-    tight = tight_reasons(needs, plan.budget, lowest_error(plan.forecast))
+    tight = tight_reasons(needs, plan.budget, lowest_error(plan.forecast.trainer, plan.forecast.assumes))
     return {"flags": dict(flags), "paste": list(paste), "what": what, "costs": costs, "needs_bytes": needs,
             "headroom_bytes": headroom, "verdict": verdict_of(headroom, plan.forecast.not_seen, tight),
             "same_training": same_training, "basis": "computed",
@@ -120,7 +120,13 @@ def fallback_plans_to_json(plans: Sequence[FallbackPlan]) -> list[dict[str, Any]
 # ---- read by `explain`
 
 
-def plan_from(document: Any) -> MemoryPlan | None:
+def check_schema(document: Mapping[str, Any], what: str, fix: str) -> None:
+    """UsageError for a plan of another fitgpt. `what`: the plan, as in "--plan my_run.plan.json"."""
+    if (schema := document.get("schema", SCHEMA)) != SCHEMA:
+        raise UsageError(f"{what} has schema {schema!r:.50}, and this fitgpt knows {SCHEMA}.", fix)
+
+
+def plan_from(document: Mapping[str, Any]) -> MemoryPlan | None:
     """A plan from either JSON; None where it is not one, or lacks a figure."""
     def figure(value: Any) -> int:
         if abs(number := int(value)) > LARGEST_BYTES:
@@ -141,10 +147,10 @@ def plan_from(document: Any) -> MemoryPlan | None:
             bounded=tuple(map(str, document["tight"])))
         usable, others, whole, outside = (figure(document[f"{name}_bytes"])
                                           for name in ("usable", "others", "budget", "outside"))
-        budget = Budget(str(document["gpu"] or "GPU"), usable, others, whole, outside)
+        plan = MemoryPlan(forecast, Budget(str(document["gpu"] or "GPU"), usable, others, whole, outside))
+        return plan if phases and owners and plan.verdict else None  # the verdict needs every assumption
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
-    return MemoryPlan(forecast, budget) if phases and owners else None
 
 
 # ---- read by `train --plan`
@@ -223,9 +229,7 @@ def read(path: str) -> PlanFile:
         raise UsageError(f"--plan {path} is not a plan: {error}.", fix) from error
     if not isinstance(document, dict) or not isinstance(document.get("config"), dict):
         raise UsageError(f"--plan {path} is not a plan: it has no config.", f"fitgpt fit -o {shlex.quote(path)}")
-    if document.get("schema", SCHEMA) != SCHEMA:
-        raise UsageError(f"--plan {path} has schema {document['schema']!r}, and this fitgpt knows {SCHEMA}.",
-                         f"fitgpt fit -o {shlex.quote(path)}")
+    check_schema(document, f"--plan {path}", f"fitgpt fit -o {shlex.quote(path)}")
     card = document.get("gpu")
     return PlanFile(path, _options(path, document["config"]), card if isinstance(card, str) else "",
                     _needs(document.get("forecast")), _fallback_plans(path, document.get("ladder")))

@@ -29,13 +29,22 @@ def verdict_of(headroom: int, not_seen: Sequence[str] = (), tight: Sequence[str]
     return Verdict.NOT_ALL_SEEN if not_seen else Verdict.TIGHT if tight else Verdict.FITS
 
 
+def safe_limit(budget: Budget, lowest_error: float) -> int:
+    """The most that a run may need without being tight. `lowest_error`: of earlier forecasts of such runs, at most 0;
+    −0.05: one was 5 % too low."""
+    limit = budget.reserve_limit
+    return min(limit - (DESKTOP if budget.desktop else 0), int(limit * (1 + lowest_error)))
+
+
 def tight_reasons(needs: int, budget: Budget, lowest_error: float) -> list[str]:
-    """Why a run that needs no more than the limit may still run out of memory, one sentence each. `lowest_error`: of
-    earlier forecasts of such runs; −0.05: one was 5 % too low."""
+    """Why a run that fits may run out of memory all the same, one sentence each; none if it does not fit, or needs no
+    more than `safe_limit`."""
     found, limit = list[str](), budget.reserve_limit
-    if budget.desktop and limit - needs < DESKTOP:
+    if not safe_limit(budget, lowest_error) < needs <= limit:
+        return found
+    if budget.desktop and needs > limit - DESKTOP:
         found.append("Nothing else may use the GPU, and a desktop takes 0.3 to 2 GiB: --others 1GiB plans with one.")
-    if lowest_error < 0 and needs / (1 + lowest_error) > limit:
+    if needs > limit * (1 + lowest_error):
         found.append(f"A forecast of such a run was once {-lowest_error:.1%} too low; this run would then need "
                      f"{show_bytes(round(needs / (1 + lowest_error)))}.")
     return found

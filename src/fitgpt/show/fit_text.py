@@ -33,8 +33,8 @@ def fit_text(fitted: FitResult, run: str, *, width: int = 80, todo: str = "") ->
     chosen, budget = fitted.chosen, fitted.budget
     where = f" on {with_article(budget.card)}" if budget.card else ""
     parts = [paragraph(f"{run}{where}: {verdict(fitted)}", width)]
-    parts += [paragraph(f"Tight: {each}", width) for each in fitted.tight]
     if chosen is not None:
+        parts += [paragraph(f"Tight: {each}", width) for each in chosen.tight]
         parts.append(_comparison(fitted, width))
         if fitted.step_up is not None:
             parts.append(paragraph(step_up_text(fitted), width))
@@ -75,7 +75,7 @@ def verdict(fitted: FitResult) -> str:
             return f"nothing fits{minimum}, and CUDA itself takes {show_bytes(budget.outside)}, which leaves nothing."
         return f"nothing fits{minimum}, and {show_bytes(budget.reserve_limit)} may be reserved."
     if not chosen.flags:
-        if not fitted.given.fits:
+        if fitted.given.headroom < 0:
             return "as given."
         reason = "nothing is faster"
         if chosen.measured:
@@ -91,7 +91,7 @@ def verdict(fitted: FitResult) -> str:
         return (f"the largest {what} that trains there." if wanted else
                 f"does not fit as given; with a smaller {what} it does.")
     effect = "does not fit as given; with these changes it does"
-    if fitted.given.fits:
+    if fitted.given.headroom >= 0:
         before = _measured_as_given(fitted)  # measured where both were timed, else estimated
         gain = 100 * (chosen.measured / before - 1) if before and chosen.measured else _gain(fitted.given, chosen)
         effect = f"fits as given; these changes make it {f'{gain:.1f} % ' if gain > 0 else ''}faster"
@@ -277,8 +277,7 @@ def _speed_chart(fitted: FitResult) -> str:
 def fit_json(fitted: FitResult, goal: str) -> dict[str, Any]:
     budget = fitted.budget
     return {"schema": 2, "goal": goal, "verdict": fitted.verdict, "fits": fitted.verdict is Verdict.FITS,
-            "tight": fitted.tight, "gpu": budget.card or None,
-            "reserve_limit_bytes": budget.reserve_limit, "outside_bytes": budget.outside,
+            "gpu": budget.card or None, "reserve_limit_bytes": budget.reserve_limit, "outside_bytes": budget.outside,
             "margin_bytes": budget.margin, "asked": _scored_json(fitted.given),
             "chosen": fitted.chosen and _scored_json(fitted.chosen),
             "least": fitted.least and _scored_json(fitted.least),
@@ -294,8 +293,8 @@ def fit_json(fitted: FitResult, goal: str) -> dict[str, Any]:
 
 def _scored_json(scored: ScoredConfig) -> dict[str, Any]:
     return {"config": scored.config.to_dict(), "flags": list(scored.flags), "permission": scored.permission,
-            "needs_bytes": scored.needs, "headroom_bytes": scored.headroom,
-            "fits": scored.fits, "tokens_per_s": speed_json(scored)}
+            "needs_bytes": scored.needs, "headroom_bytes": scored.headroom, "verdict": scored.verdict,
+            "fits": scored.fits, "tight": list(scored.tight), "tokens_per_s": speed_json(scored)}
 
 
 def speed_json(scored: ScoredConfig) -> dict[str, Any] | None:

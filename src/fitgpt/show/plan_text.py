@@ -126,8 +126,6 @@ def verdict_text(plan: MemoryPlan, neighbours: str, width: int, *, colour: bool)
     return f"\x1b[1;{COLOURS.get(plan.verdict, 33)}m{word}\x1b[0m{text[len(word):]}" if colour else text
 
 
-
-
 def run_title(run: RunConfig, trainer: str, params: int, gpu: str, *, vocab_assumed: bool = False) -> str:
     """A run in one line. `gpu`: with its article; empty if it has no name."""
     count, nanogpts = show_count(params), show_count(run.gpt_config().count_params(positions=False))

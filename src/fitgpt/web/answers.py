@@ -31,10 +31,10 @@ from ..planning.fit_goals import (
     describe_too_small,
 )
 from ..planning.fit_search import ScoredConfig, parse_allow
-from ..planning.forecast import one_step, replay_run
+from ..planning.forecast import assumptions, lowest_error, one_step, replay_run
 from ..planning.plan import expected_speed, nanogpt_notes, plan_for, same_tape
 from ..planning.speed import SpeedEstimate
-from ..planning.verdict import DESKTOP, Verdict
+from ..planning.verdict import Verdict, safe_limit
 from ..runs.metrics import PHASES
 from ..show import plan_text as show
 from ..show.charts import stacked_chart
@@ -76,7 +76,7 @@ def plan(query: PageQuery) -> Answer:
     """Verdict and bars from one replay. `exact` adds the headroom, which takes several more."""
     config, timeline = _resolved(query)
     budget, title = query.target.budget, _title(query, config)
-    verdict = _verdict(timeline, budget)
+    verdict = _verdict(config, query.target, query.trainer, timeline)
     summary = _summary(timeline, budget.reserve_limit, verdict is not Verdict.DOES_NOT_FIT)
     notes = nanogpt_notes(query.config, query.target.platform) if query.trainer == "nanogpt" else []
     return {
@@ -110,11 +110,13 @@ def _summary(timeline: Timeline, limit: int, fitting: bool) -> str:
             "needs more than the rest.")
 
 
-def _verdict(timeline: Timeline, budget: Budget) -> Verdict:
-    """By few replays: `exact` also compares with earlier forecasts."""
-    if not timeline.fits(budget.reserve_limit):
+def _verdict(config: ResolvedRun, target: Target, trainer: str, timeline: Timeline) -> Verdict:
+    """The verdict of a plan, by fewer replays."""
+    limit = target.budget.reserve_limit
+    if not timeline.fits(limit):
         return Verdict.DOES_NOT_FIT
-    return Verdict.TIGHT if budget.desktop and not timeline.fits(budget.reserve_limit - DESKTOP) else Verdict.FITS
+    safe = safe_limit(target.budget, lowest_error(trainer, assumptions(config, target.platform, trainer)))
+    return Verdict.FITS if timeline.fits(safe) and timeline.fits_in_any_order(limit) else Verdict.TIGHT
 
 
 def _bars(timeline: Timeline, budget: Budget) -> Answer:
@@ -238,7 +240,7 @@ def all_gpus(query: PageQuery) -> Answer:
         for row, target in group:
             row["outside"], row["peak"] = target.budget.outside, timeline.peak
             row["speed"] = _tokens(expected_speed(config, target.card, query.trainer, target.platform))
-            row["verdict"] = _verdict(timeline, target.budget)
+            row["verdict"] = _verdict(config, target, query.trainer, timeline)
     return {"gpus": rows}
 
 

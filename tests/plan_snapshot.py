@@ -15,6 +15,7 @@ import os
 import random
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from fitgpt.commands.main import main as fitgpt
 SNAPSHOT = Path(__file__).parent / "recorded" / "plan_snapshot.json"
 SEED, RUNS = 20261117, 150  # runs per trainer
 GPUS = ("4070", "3060", "4060 Ti 16GB", "3090", "4090", "2080 Ti", "5090", "H200", "A100 80GB", "T4")
-TEXTS = ("schema", "torch", "assumes", "basis", "formulas", "changes", "options", "notes", "sources",
-         "nearest_recorded_run")
+TEXTS = ("schema", "torch", "assumes", "track_record", "formulas", "changes", "options", "notes", "sources", "not_seen",
+         "tight", "nearest_recorded_run")
 
 
 def generate() -> list[list[str]]:
@@ -100,8 +101,9 @@ def main() -> int:
     if write:
         lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
         SNAPSHOT.write_text(f'{{"command":"python tests/plan_snapshot.py --write","plans":[\n{lines}\n]}}\n')
-    print(f"{len(rows)} plans, {sum(row['exit'] == 0 for row in rows)} fit, {sum(row['exit'] == 1 for row in rows)} "
-          f"do not, {sum(row['exit'] > 1 for row in rows)} rejected" + ("" if write else f"; {changed} changed"))
+    codes = Counter(row["exit"] for row in rows)
+    print(f"{len(rows)} plans, {codes[0]} fit, {codes[10]} are tight, {codes[1]} do not fit, {codes[2]} rejected"
+          + ("" if write else f"; {changed} changed"))
     return changed > 0
 
 

@@ -374,7 +374,7 @@ def test_a_plan_with_impossible_figures_is_rejected(tmp_path: Path, no_stdin: No
 def test_a_plan_file_is_explained_by_its_config(tmp_path: Path, no_stdin: None,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     config = notes_77m("fitgpt").resolved.to_dict()
-    (tmp_path / "plan.json").write_text(json.dumps({"schema": 1, "config": config, "card": "RTX 4070", "ladder": []}))
+    (tmp_path / "plan.json").write_text(json.dumps({"schema": 2, "config": config, "gpu": "RTX 4070", "ladder": []}))
     assert main(["explain", str(tmp_path / "plan.json"), "--json"]) == 0
     assert json_output(capsys)["subject"] == "plan"
 

@@ -145,8 +145,8 @@ def test_the_written_config_has_the_chosen_settings_and_reasons(run_fit: Any) ->
 def test_the_written_plan_is_one_that_train_takes_with_fallback_plans(run_fit: Any) -> None:
     run_fit(*TIGHT, "-o", "config/mine.py")
     document = json.loads(Path("config/mine.plan.json").read_text())
-    assert {"schema", "config", "card", "budget", "forecast", "tokens_per_s", "ladder"} <= document.keys()
-    assert document["schema"] == 1
+    assert {"schema", "config", "gpu", "budget", "forecast", "tokens_per_s", "ladder"} <= document.keys()
+    assert document["schema"] == 2
     assert document["budget"]["budget"] == 300 * MiB
     assert set(document["ladder"][0]) == {"changes", "needs_bytes", "why"}
     needs = [each["needs_bytes"] for each in document["ladder"]]

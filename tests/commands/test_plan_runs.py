@@ -180,8 +180,8 @@ def test_where_sampling_has_the_peak_the_owners_are_those_of_sampling(run_plan: 
     document = run_plan(*SMALL, "--vocab_size=65", "--n_layer=8", "--block_size=16", "--batch_size=1",
                         "--weights=bfloat16", "--offload=gradients", "--saved_activations=input", "--gpu=4070",
                         "--json").json
-    assert document["peak_phase"] == "sample"
-    assert sum(document["owners_at_peak"].values()) == document["phases"]["sample"]["allocated_bytes"]
+    assert document["peak"]["phase"] == "sample"
+    assert sum(document["owners"].values()) == document["phases"]["sample"]["allocated_bytes"]
     assert document["formulas"]["weights"].endswith(" × 4 bytes")
     assert document["formulas"]["activations"].startswith("16 tokens × 256 × 32 bytes")
 
@@ -191,8 +191,8 @@ def test_eval_only_has_no_optimizer_state_and_no_gradients(run_plan: Any, traine
     flags = [*SMALL, f"--trainer={trainer}", "--gpu=4070", "--eval_only"]
     document = run_plan(*flags, "--json").json
     assert [phase for phase, held in document["phases"].items() if held] == ["load", "first_eval"]
-    assert not {"optimizer", "gradients"} & set(document["owners_at_peak"])
-    assert document["run"]["steps"] == 0
+    assert not {"optimizer", "gradients"} & set(document["owners"])
+    assert (document["run"]["steps"], document["step_seconds"]) == (0, None)
     assert "evaluates once, and does not train" in run_plan(*flags).out
     budget = document["needs_bytes"] + document["outside_bytes"] - MiB
     tight = run_plan(*flags, f"--budget={budget}", "--options", "--json")
@@ -202,7 +202,7 @@ def test_eval_only_has_no_optimizer_state_and_no_gradients(run_plan: Any, traine
 
 def test_a_plan_file_of_fit_sets_the_options(run_plan: Any, tmp_path: Path) -> None:
     config = RunConfig(n_layer=2, n_head=4, n_embd=256, batch_size=2, block_size=128).to_dict()
-    (tmp_path / "my.plan.json").write_text(json.dumps({"schema": 1, "config": config}))
+    (tmp_path / "my.plan.json").write_text(json.dumps({"schema": 2, "config": config}))
     from_plan_file, from_flags = (run_plan(*flags, "--gpu=4070", "--json").json for flags in (
         ["--plan=my.plan.json"], ["--n_layer=2", "--n_head=4", "--n_embd=256", "--batch_size=2", "--block_size=128"]))
     assert from_plan_file["needs_bytes"] == from_flags["needs_bytes"]
@@ -266,7 +266,7 @@ def test_sizes_that_the_compiler_may_pad_give_a_note(run_plan: Any, flags: list[
     assert any(message in note for note in document["notes"])
     assert document["assumes"]["compile"] == "compiled, odd sizes padded as on an H200"
     kept = [row for row in recorded_runs() if "odd sizes" in row["trainer"]]
-    assert document["basis"]["recorded_runs_in_all"] == len(kept) > 40
+    assert document["track_record"]["recorded_runs_in_all"] == len(kept) > 40
     eager = run_plan(*SMALL, "--gpu=h200", "--trainer=nanogpt", "--compile=False", *flags, "--json").json
     assert not any(message in note for note in eager["notes"])
 

@@ -147,7 +147,7 @@ def test_one_replay_agrees_with_the_smallest_limit(trainer: str) -> None:
 
 def test_the_smallest_change_of_each_family_that_fits_is_found() -> None:
     least = memory_use(family("batch")[1].config, SETTING).needs
-    found = smallest_that_fit(SMALL, SETTING, budget_of(least), most=20)
+    found = [each.change for each in smallest_that_fit(SMALL, SETTING, budget_of(least), most=20)]
     assert found[0].flags[0] == "--batch_size=3"
     by_flags = {option.change.flags: option for option in single_changes(SMALL)}
     for change in found:

@@ -18,8 +18,8 @@ def test_the_track_record_is_what_the_recorded_runs_give(run_plan: Any) -> None:
     assert recorded_runs() == [{key: str(value) for key, value in row.items()} for row in rows]
     for trainer in ("nanogpt", "fitgpt"):
         errors = [row["worst_percent"] for row in rows if row["trainer"] == trainer]
-        track_record = run_plan(*SMALL, "--gpu=h200", f"--trainer={trainer}", "--json").json["basis"]
-        assert track_record == {"recorded_runs_on_this_card": len(errors), "recorded_runs_in_all": len(errors),
+        track_record = run_plan(*SMALL, "--gpu=h200", f"--trainer={trainer}", "--json").json["track_record"]
+        assert track_record == {"recorded_runs_on_this_gpu": len(errors), "recorded_runs_in_all": len(errors),
                                 "worst_error_percent": max(errors, key=abs)}
     worst = "worst error −0.49 % over"  # of docs/accuracy.md's runs as a user has them
     assert worst in " ".join(run_plan(*SMALL, "--gpu=h200").out.split())

@@ -200,7 +200,7 @@ def plan(tmp_path: Path, cards: Callable[..., None]) -> Callable[..., str]:
     needs = forecast.replay_run(resolve_run(config, found.platform), found.platform).needs
 
     def write(**changes: Any) -> str:
-        document = {"schema": 1, "config": config.to_dict(), "card": "RTX 4070", "budget": found.budget._asdict(),
+        document = {"schema": 2, "config": config.to_dict(), "gpu": "RTX 4070", "budget": found.budget._asdict(),
                     "forecast": {"needs_bytes": needs},
                     "ladder": [{"changes": {"batch_size": 2, "gradient_accumulation_steps": 4}, "needs_bytes": 5,
                                 "why": "smaller"}], **changes}
@@ -229,7 +229,7 @@ def test_a_plan_json_sets_the_options_and_the_fallback_plans(plan: Callable[...,
 
 @pytest.mark.parametrize(("changes", "flags", "message"), [
     ({}, ["--batch_size=8"], "it has batch_size=4, and --batch_size=8 says 8"),
-    ({"card": "RTX 3060 12GB"}, [], "made for an RTX 3060 12GB, and here is an RTX 4070"),
+    ({"gpu": "RTX 3060 12GB"}, [], "made for an RTX 3060 12GB, and here is an RTX 4070"),
     ({"forecast": {"needs_bytes": 123 * MiB}}, [], "it says the run needs 123.0 MiB, and here"),
     ({}, ["--device=cpu"], "the run is not on an NVIDIA GPU"),
 ])
@@ -242,7 +242,7 @@ def test_differences_from_the_plan_json_are_errors(plan: Callable[..., str], mon
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("{", "is not a plan"), ("[]", "has no config"), ('{"schema": 2, "config": {}}', "schema 2"),
+    ("{", "is not a plan"), ("[]", "has no config"), ('{"schema": 1, "config": {}}', "schema 1"),
     ('{"config": {"batch_size": -3}}', "batch_size"), ("[" * 100_000, "is not a plan"),
 ])
 def test_a_file_that_is_no_plan_is_a_usage_error(tmp_path: Path, text: str, message: str) -> None:

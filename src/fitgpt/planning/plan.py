@@ -149,8 +149,8 @@ class Plan(PrintedPlan):
 
     @property
     def step_seconds(self) -> Estimate | None:
-        """Of an optimizer step; None where the GPU's speed is not known."""
-        speed = expected_speed(self.run, self.target.card, self.trainer)
+        """Of an optimizer step; None without one, and where the GPU's speed is not known."""
+        speed = None if self.run.eval_only else expected_speed(self.run, self.target.card, self.trainer)
         return speed and Estimate(*(self.run.tokens_per_step / each for each in (speed.high, speed.likely, speed.low)))
 
     def to_dict(self) -> dict[str, Any]:

@@ -18,13 +18,12 @@ from ..hardware.host import SHARE, spare_memory
 from . import gpu_record, measured_speeds
 from .budget import Budget, Target, apply_limits, check_supported, for_ranks, select_gpu, targets_for
 from .fit_goals import (
-    GOALS,
     OUTSIDE_ERROR,
     FitResult,
     decisions_for,
     describe_suggestions,
     describe_too_small,
-    find_fastest,
+    fit_to_goal,
 )
 from .fit_search import FitTarget, parse_allow
 from .measure import SECONDS_EACH, TimingProcess, rerank
@@ -90,7 +89,7 @@ def fit_request(assignments: Sequence[Assignment]) -> FitRequest:
 def fit_from(request: FitRequest, say: Callable[[str], None] = lambda text: None) -> FitResult:
     """`say`: where progress of --measure goes."""
     options, target = request.options, request.target
-    result = GOALS[options.goal](request.config, target, parse_allow(options.allow))
+    result = fit_to_goal(options.goal, request.config, target, parse_allow(options.allow))
     notes = list(request.notes)
     if options.gpu and result.chosen is not None and result.chosen.config.offload != "none":
         notes.append(f"The machine is assumed to have {show_bytes(ASSUMED_HOST)} of CPU RAM, {SHARE:.0%} of it for "
@@ -172,7 +171,7 @@ def for_train(given: RunConfig) -> tuple[RunConfig, list[str]]:
         return given, ["fit: nothing to choose, because there is no NVIDIA GPU here."]
     config = with_data(given)[0]
     config, target = tightest("", config)
-    result = find_fastest(config, fit_target(target, config, is_here=True))
+    result = fit_to_goal("fastest", config, fit_target(target, config, is_here=True), frozenset())
     if result.chosen is None:
         raise DoesNotFit(describe_too_small(result), f"{describe_suggestions(result)} `fitgpt fit` with the same "
                          "options, that flag and -o config/my_run.py writes a config for `train`.")

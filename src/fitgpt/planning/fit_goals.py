@@ -30,7 +30,7 @@ from .fit_search import (
     permitted,
 )
 from .speed import likely_efficiency, modelled
-from .verdict import Verdict
+from .verdict import DESKTOP, Verdict
 
 GIVEN_SHAPE_DOES_NOT_FIT = "nothing with the given shape fits"
 OUTSIDE_ERROR = 128 * MiB   # of gpus.outside_by_rule: most of the OOM messages it was fitted to are within 110 MiB
@@ -489,3 +489,12 @@ def _reason(search: Search, given: RunConfig, chosen: RunConfig, changes: dict[s
 GOALS: dict[str, Callable[[RunConfig, FitTarget, frozenset[str]], FitResult]] = {
     "fastest": find_fastest, "largest-model": largest_model, "longest-context": longest_context,
     "smallest-memory": smallest_memory}
+
+
+def fit_to_goal(goal: str, config: RunConfig, target: FitTarget, allow: frozenset[str]) -> FitResult:
+    """The settings that a goal chooses; tight ones only where no others fit."""
+    found = GOALS[goal](config, target._replace(safe=True), allow)
+    if found.chosen is None:
+        return GOALS[goal](config, target, allow)
+    left = f"{show_bytes(DESKTOP)} of the GPU is left to a desktop: --others=0 where there is none."
+    return found._replace(notes=(*found.notes, left)) if target.budget.desktop else found

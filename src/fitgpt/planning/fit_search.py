@@ -30,7 +30,7 @@ from ..hardware import gpus
 from ..hardware.gpus import GpuModel
 from ..memory.platform import Platform
 from .budget import Budget
-from .forecast import assumptions, fits, lowest_error, replay_run
+from .forecast import assumptions, fits, lowest_error, lowest_error_of, recorded_of, replay_run
 from .layer_costs import (
     PAGE,
     CostCache,
@@ -57,7 +57,7 @@ from .speed import (
     speed_key,
     step_cost,
 )
-from .verdict import Verdict, tight_reasons, verdict_of
+from .verdict import Verdict, safe_limit, tight_reasons, verdict_of
 
 # ---- permissions
 
@@ -212,6 +212,7 @@ class FitTarget(NamedTuple):
     card: GpuModel | None = None
     most_batch: int | None = None   # the largest micro-batch to try, where others compute on the GPU
     host_bytes: int | None = None   # CPU RAM that may be used; None: no limit
+    safe: bool = False              # whether settings that are tight do not count as fitting
 
     def search(self, config: RunConfig, allow: frozenset[str] = frozenset()) -> Search:
         return Search(config, self, allow)
@@ -224,7 +225,8 @@ class Search:
         self.given, self.target, self.platform = given, target, target.platform
         self.config = config = resolve_run(given, self.platform)
         self.mix = mix_of(config.policies)
-        self.limit = target.budget.reserve_limit
+        lowest = min(lowest_error_of(recorded_of("fitgpt"), compiled) for compiled in (False, True))
+        self.limit = safe_limit(target.budget, lowest) if target.safe else target.budget.reserve_limit
         self.usual_limit = within_usual_loss(self.limit, self.platform.expandable)  # for closed forms
         self.ranked_on = card = target.card if target.card and has_figures(target.card) else similar_gpu(self.platform)
         self.costs = CostCache(self.platform)
@@ -523,11 +525,11 @@ class Search:
         return replace(given, **options)
 
     def scored(self, config: RunConfig, permission: str) -> ScoredConfig:
-        run, needs = resolve_run(config, self.platform), self.needs(config)
+        run, needs, budget = resolve_run(config, self.platform), self.needs(config), self.target.budget
         lowest = lowest_error("fitgpt", assumptions(run, self.platform, "fitgpt"))
-        return ScoredConfig(config, flags(self.given, config), permission, needs, self.limit - needs,
+        return ScoredConfig(config, flags(self.given, config), permission, needs, budget.reserve_limit - needs,
                             estimate(config, self.target.card, self.platform),
-                            tuple(tight_reasons(needs, self.target.budget, lowest)))
+                            tuple(tight_reasons(needs, budget, lowest)))
 
     def estimated_needs(self, config: RunConfig) -> int:
         """By closed forms, with the usual fragmentation."""

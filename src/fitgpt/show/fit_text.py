@@ -91,7 +91,9 @@ def verdict(fitted: FitResult) -> str:
         return (f"the largest {what} that trains there." if wanted else
                 f"does not fit as given; with a smaller {what} it does.")
     effect = "does not fit as given; with these changes it does"
-    if fitted.given.headroom >= 0:
+    if fitted.given.verdict is Verdict.TIGHT and chosen.verdict is Verdict.FITS:
+        effect = "tight as given; with these changes it fits"
+    elif fitted.given.headroom >= 0:
         before = _measured_as_given(fitted)  # measured where both were timed, else estimated
         gain = 100 * (chosen.measured / before - 1) if before and chosen.measured else _gain(fitted.given, chosen)
         effect = f"fits as given; these changes make it {f'{gain:.1f} % ' if gain > 0 else ''}faster"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from ..config.memory_savers import SAVER_LABELS
@@ -29,6 +29,7 @@ from ..planning.fit_goals import (
     FitResult,
     Suggestion,
     describe_too_small,
+    fit_to_goal,
 )
 from ..planning.fit_search import ScoredConfig, parse_allow
 from ..planning.forecast import assumptions, lowest_error, one_step, replay_run
@@ -336,7 +337,7 @@ def fitted(query: PageQuery, goal: str = "fastest", allow: str = "", within: str
             budget=min(int(within) + whole.outside, whole.budget - whole.margin), margin=0))
     if goal not in GOALS:
         raise UsageError(f"goal={goal[:40]!r} is none of {', '.join(GOALS)}.")
-    found = GOALS[goal](config, target, parse_allow(allow))
+    found = (GOALS[goal] if within else partial(fit_to_goal, goal))(config, target, parse_allow(allow))
 
     def scored(each: ScoredConfig) -> Answer:
         settings = as_settings(config, each.config)

@@ -92,7 +92,7 @@ def visit(page: Any, address: str) -> dict[str, float]:
     page.goto("about:blank")
     start, cpu = time.perf_counter(), cpu_seconds()
     page.goto(address, wait_until="commit")
-    page.wait_for_selector('#verdict:is([data-state="fits"], [data-state="full"])')
+    page.wait_for_selector('#verdict:is([data-state="fits"], [data-state="tight"], [data-state="does_not_fit"])')
     verdict, used = time.perf_counter() - start, cpu_seconds() - cpu
     page.wait_for_selector("#headroom:not(:empty)")
     exact = time.perf_counter() - start

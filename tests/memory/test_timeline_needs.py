@@ -85,7 +85,7 @@ def test_a_plan_fits_exactly_if_its_own_replay_completes(name: str) -> None:
     for cap, enough in contradicting.items():
         budget = Budget("a card", cap + MiB, 0, cap + MiB, MiB)
         target = Target(SETTING, budget, None)
-        assert plan_for(run(**UPSIDE_DOWN[name]), target, "nanogpt").fits == enough, cap // MiB
+        assert (plan_for(run(**UPSIDE_DOWN[name]), target, "nanogpt").headroom >= 0) == enough, cap // MiB
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def test_page_files_and_api_are_served(port: int) -> None:
     assert len(named) >= 6
     for name in named:
         assert get(port, f"/{name.decode()}").status == 200, name
-    assert get(port, "/api/plan?gpu=4070").json["fits"] is True
+    assert get(port, "/api/plan?gpu=4070").json["verdict"] == "fits"
     assert get(port, "/api/live").json["run"]["folder"] == "runs/fineweb"
 
 
@@ -167,7 +167,7 @@ def test_hostile_text_comes_back_only_as_json(port: int, text: str) -> None:
     for setting in ("gpu", "others", "saved_activations", "anything"):
         reply = get(port, f"/api/plan?gpu=4070&{setting}={quote(text)}")
         assert reply.headers["content-type"] == "application/json"
-        assert reply.json["problem"]["what"] if setting != "anything" else reply.json["fits"]
+        assert reply.json["problem"]["what"] if setting != "anything" else reply.json["verdict"]
     message = f"CUDA out of memory. Tried to allocate 20 MiB {text}"
     found = paste(port, json.dumps({"text": message, "query": None}).encode())
     assert found.json["diagnosis"]["title"]

@@ -40,7 +40,7 @@ def test_an_answer_over_the_time_limit_is_stopped_and_the_next_is_computed() -> 
         with pytest.raises(TooSlow):
             await worker.answer(SLOW)
         worker.seconds = TIMEOUT
-        assert json.loads(await worker.answer(PLAN))["fits"]
+        assert json.loads(await worker.answer(PLAN))["verdict"]
 
     run(act)
 

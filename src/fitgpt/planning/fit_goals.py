@@ -139,7 +139,7 @@ def _nothing_fits(config: RunConfig, search: Search, target: FitTarget, allow: f
     least = search.scored(*search.least())
     return FitResult(target.budget, search.scored(config, "free"), None, least=least, frontier=search.frontier(),
                      considered=len(search.candidates), replayed=search.replays,
-                     suggestions=tuple(_suggestions(config, least.needs, target, allow)),
+                     suggestions=() if target.safe else tuple(_suggestions(config, least.needs, target, allow)),
                      notes=permission_notes(config, allow))
 
 

@@ -344,8 +344,8 @@ def fitted(query: PageQuery, goal: str = "fastest", allow: str = "", within: str
         if query.trainer != "fitgpt":
             settings["trainer"] = "fitgpt"
         likely = each.measured or (each.speed.likely if each.speed else None)
-        return {"settings": settings, "flags": " ".join(each.flags), "needs": each.needs, "fits": each.fits,
-                "speed": _tokens(each.speed), "likely": likely}
+        return {"settings": settings, "flags": " ".join(each.flags), "needs": each.needs,
+                "verdict": each.verdict, "speed": _tokens(each.speed), "likely": likely}
 
     # A point of the curve is chosen for its speed, whatever memory that takes.
     step_up, chosen = found.step_up, found.step_up or found.chosen if within else found.chosen

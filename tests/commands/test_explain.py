@@ -371,6 +371,37 @@ def test_a_plan_with_impossible_figures_is_rejected(tmp_path: Path, no_stdin: No
     assert main(["explain", str(tmp_path / "plan.json")]) in (1, 2)
 
 
+def test_a_plan_without_an_assumption_is_not_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SHALLOW, "--gpu=4070", "--json"]) == 0
+    document = json_output(capsys)
+    assert plan_from(document) is not None
+    for assumes in ({}, {"compile": "eager"}, {**document["assumes"], "compile": 3}):
+        assert plan_from({**document, "assumes": assumes}) is None
+
+
+def test_a_tight_plan_is_explained_with_its_reasons(tmp_path: Path, no_stdin: None,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    snug = ["--n_layer=4", "--compile=False", "--batch_size=118", "--gpu=4070"]
+    assert main(["plan", *snug, "--json"]) == 10
+    (tmp_path / "plan.json").write_text(capsys.readouterr().out)
+    for argv in ([str(tmp_path / "plan.json")], snug):
+        assert main(["explain", *argv, "--json"]) == 0
+        answer = json_output(capsys)
+        assert answer["title"].startswith("The run fits, but it is tight: PyTorch needs 10.99 GiB")
+        assert len([note for note in answer["notes"] if "a desktop takes 0.3 to 2 GiB" in note]) == 1
+
+
+def test_a_plan_of_another_schema_is_a_usage_error_that_says_what_to_type(
+        tmp_path: Path, no_stdin: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SHALLOW, "--gpu=4070", "--json"]) == 0
+    document = json_output(capsys)
+    for more, fix in (({}, "fitgpt plan --json"),
+                      ({"config": notes_77m("fitgpt").resolved.to_dict()}, "fitgpt fit -o my_run.plan.json")):
+        (tmp_path / "plan.json").write_text(json.dumps({**document, "schema": 1, **more}))
+        assert main(["explain", str(tmp_path / "plan.json")]) == 2
+        assert capsys.readouterr().err == f"fitgpt: The plan has schema 1, and this fitgpt knows 2.\n  {fix}\n"
+
+
 def test_a_plan_file_is_explained_by_its_config(tmp_path: Path, no_stdin: None,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     config = notes_77m("fitgpt").resolved.to_dict()

@@ -27,8 +27,10 @@ from fitgpt.hardware import host, nvidia
 from fitgpt.hardware.nvidia import GpuProcess, GpuReading, Survey
 from fitgpt.planning import budget as place
 from fitgpt.planning import forecast, plan_file
-from fitgpt.planning.budget import on_device
+from fitgpt.planning.budget import apply_limits, on_device
+from fitgpt.planning.plan import plan_for
 from fitgpt.planning.plan_file import FallbackPlan
+from fitgpt.planning.verdict import Verdict
 from fitgpt.training import device_memory, memory_check, supervisor
 from fitgpt.training.device_memory import DeviceMemoryPlan
 from fitgpt.training.memory_check import check
@@ -58,6 +60,18 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_a_run_that_fits_returns_what_others_use_of_each_gpu(cards: Callable[..., None]) -> None:
     cards((reading(2 * GiB), reading(GiB, 1)))
     assert check(RunConfig(**NEEDS_5_3)) == {"GPU-0": 2 * GiB, "GPU-1": GiB}
+
+
+def test_a_run_whose_plan_is_tight_starts(cards: Callable[..., None]) -> None:
+    cards((reading(),))
+    config = RunConfig(**NEEDS_5_3)
+    roomy = plan_for(config, on_device(reading()))
+    needs = -(-(roomy.forecast.needs + roomy.budget.outside) // MiB)
+    for budget, verdict in ((needs, Verdict.TIGHT), (needs + 200, Verdict.FITS)):
+        capped = replace(config, budget=f"{budget}MiB")
+        target = on_device(reading())
+        assert plan_for(capped, target._replace(budget=apply_limits(capped, target.budget))).verdict is verdict
+        assert check(capped) == {"GPU-0": 0}
 
 
 def test_a_run_that_does_not_fit_names_other_processes_and_a_change_that_works(cards: Callable[..., None]) -> None:

@@ -190,6 +190,22 @@ def test_a_slider_moves_the_bars_and_the_address_while_it_moves(shown: Callable[
         page.wait_for_url("**batch_size=80**")
 
 
+def test_a_tight_run_is_neither_green_nor_red_and_says_what_a_desktop_takes(shown: Callable[..., Any]) -> None:
+    snug = "gpu=RTX+4070&n_layer=4&compile=False"
+    with shown(f"{snug}&batch_size=118") as page:
+        assert "Tight" in verdict(page, "tight")
+        assert "to spare" in page.inner_text("#headroom")
+        assert "a desktop takes 0.3 to 2 GiB" in page.inner_text(".summary")
+        mark = page.evaluate("getComputedStyle(document.querySelector('#verdict .mark'), '::before').content")
+        assert mark == '"!"'
+        page.wait_for_selector('#gpus [data-gpu="RTX 4070"] span.tight:text("tight")')
+        fitting, count = map(int, re.findall(r"\d+", page.inner_text("#gpus-note"))[:2])
+        assert fitting == page.locator("#gpus button span.yes").count() < count
+        page.fill("#k-others", "0")
+        assert "Fits" in verdict(page, "fits")
+        assert "desktop" not in page.inner_text(".summary")
+
+
 def test_bars_and_tables_show_the_same_figures_of_a_run_that_does_not_fit(shown: Callable[..., Any]) -> None:
     with shown("gpu=RTX+4070&trainer=nanogpt&n_layer=24&n_head=16&n_embd=1024&others=1GiB") as page:
         assert "too much" in verdict(page, "does_not_fit")

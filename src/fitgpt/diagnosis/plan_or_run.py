@@ -39,7 +39,7 @@ from .diagnose import Diagnosis, MemoryShare, remedies_for
 def explain_document(document: dict[str, Any], request: ExplainRequest) -> Diagnosis | None:
     """JSON of `plan --json`, or the plan file of a run, which contains its config; None if it is neither."""
     plan, values, planned = plan_from(document), document.get("config"), None
-    if "config" in document or {"trainer", "phases", "needs_bytes"} <= document.keys():
+    if {"trainer", "phases", "needs_bytes"} <= document.keys():
         check_schema(document, "The plan", PLAN_AGAIN if "config" in document else "fitgpt plan --json")
     if isinstance(values, dict) and set(values) <= set(option_specs(RunConfig)):
         planned = RunConfig.from_dict(values)

@@ -41,7 +41,7 @@ class ModuleCalls:
         self._parameters = WeakTensorKeyDictionary()  # names of parameters
         self._stepped: set[int] = set()  # optimizers that have stepped since the last forward pass
         self._last = 0                   # the number of events after the last of these steps
-        self._has_optimizer, self._passes = False, 0  # and the number of backward passes that count as steps
+        self._passes = 0  # the number of backward passes that count as steps
         self._trained: dict[int, int] = {}  # elements of the parameters of all optimizers, by address
 
     def install(self, patches: Patches) -> None:
@@ -62,7 +62,7 @@ class ModuleCalls:
         init = Optimizer.__init__
 
         def made(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            self._has_optimizer = True
+            self.recorder.has_optimizer = True
             init(optimizer, *args, **kwargs)
 
         enter, evaluate = torch.no_grad.__enter__, nn.Module.eval
@@ -83,7 +83,7 @@ class ModuleCalls:
     def _begin(self, module: nn.Module) -> None:
         """A call that no other module makes: of the whole model, or of a part that the program calls itself."""
         if torch._C._current_graph_task_id() == -1 and not self.device.in_optimizer:
-            if self.stop_after is not None and not self._has_optimizer:
+            if self.stop_after is not None and not self.recorder.has_optimizer:
                 self._step_without_optimizer()
             self._finish_step()
         if type(module).__name__ == "FullyShardedDataParallel":

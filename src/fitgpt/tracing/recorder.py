@@ -69,6 +69,7 @@ class Recorder:
     scores: set[tuple[int, ...]] = field(default_factory=set)  # shapes of attention's score matrices: see `has_scores`
     processes: str = ""      # the line that started the first process, other than a DataLoader's
     made_up: str = ""        # the line that last read a whole number of the GPU that is not known, in this phase
+    has_optimizer: bool = False
     # Lines of the user's files from which models were called or gradients turned off, and the functions on the way.
     lines: set[tuple[str, int]] = field(default_factory=set)
     functions: set[str] = field(default_factory=set)

@@ -41,6 +41,7 @@ NEEDS_CUDA = ("not compiled with CUDA", "dummy base class", "NCCL built in", "CU
               "meta tensors", "tensors on meta", "device meta", "incompatible tensor type")
 OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 NO_VALUES = "Values are not computed: losses and other numbers that the script printed are made up."
+NO_STEP = "The script makes an optimizer, and no optimizer step was traced."
 NOTHING = ("{script} allocated no GPU memory: it ran to its end without a tensor on `cuda`.",
            "Trace a script that trains on a GPU, with the arguments that you train with.")
 
@@ -146,6 +147,8 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
                               "Trace the script with a number from the CPU there.") from None
         raise ScriptFailed(f"{script} failed, as it would without fitgpt.", shown(error, script)) from None
     check_children(refused)
+    if recorder.has_optimizer and not recorder.steps:
+        recorder.not_seen[NO_STEP] = None
     recorder.notes[NO_VALUES] = None
     if not recorder.tensors and recorder.processes:
         raise CannotTrace(f"{line_of(recorder.processes)}: {PROCESSES[0]}", PROCESSES[1])

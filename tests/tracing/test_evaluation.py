@@ -57,6 +57,7 @@ def main():
         model = Net.from_pretrained(average)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range({steps}):
+{before}
         x = torch.randn(4, 8, device="cuda")
         model(x).sum().backward()
         optimizer.step()
@@ -84,10 +85,11 @@ def score(model):
 """
 
 
-def traced(folder: Path, *, functions: str = "", inside: str = "", after: str = "", steps: int = 1000) -> Trace:
+def traced(folder: Path, *, functions: str = "", before: str = "", inside: str = "", after: str = "",
+           steps: int = 1000) -> Trace:
     (folder / "net.py").write_text(LIBRARY)
     script = folder / "train.py"
-    script.write_text(SCRIPT.format(functions=functions, inside=inside, after=after, steps=steps))
+    script.write_text(SCRIPT.format(functions=functions, before=before, inside=inside, after=after, steps=steps))
     sys.modules.pop("net", None)
     try:
         return run([str(script)], "4070", "", "", 4, "2.13")
@@ -122,6 +124,17 @@ def test_what_was_not_reached_is_named(tmp_path: Path, code: dict[str, str], nam
         "generated"])
 def test_other_code_without_gradients_is_not(tmp_path: Path, code: dict[str, Any]) -> None:
     assert not traced(tmp_path, **code).not_seen
+
+
+@pytest.mark.reproduction
+@pytest.mark.parametrize(("rows", "later"), [(1, False), (100_000, True)])
+def test_an_evaluation_before_the_first_step_counts_with_the_state_that_comes_later(tmp_path: Path, rows: int,
+                                                                                  later: bool) -> None:
+    first = f"""        if step == 0:
+            with torch.no_grad(): model(torch.randn({rows}, 8, device="cuda"))
+            optimizer = torch.optim.AdamW(model.parameters())"""
+    found = traced(tmp_path, inside="", functions="", before=first).not_seen
+    assert ["before the first optimizer step only" in each for each in found] == [True] * later
 
 
 TRAINER = """

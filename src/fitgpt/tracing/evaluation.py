@@ -13,13 +13,15 @@ import gc
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from .recorder import Recorder, is_users
+from ..core.units import show_bytes
+from .recorder import EVALUATION, Recorder, is_users
 
 WITHOUT_GRADIENTS = {"no_grad", "inference_mode"}
 EVALUATES = {"generate", "evaluate", "predict", "validate"}  # methods of models and trainers
@@ -33,12 +35,14 @@ NOT_REACHED = ("Evaluation was not reached, and may need more memory than stated
                "the first {} steps, or raise --steps.")
 TRAINER_EVALUATES = ("{} evaluates (eval_strategy={!r}, batches of {}), and the trace ended before it did. To trace "
                      "it: eval_strategy=\"steps\", eval_steps=2.")
+BEFORE_TRAINING = ("Evaluation ran before the first optimizer step only. Later, with the optimizer's state, about {} "
+                   "are allocated, more than was traced. To trace it, evaluate again within the first {} steps.")
 LIGHTNING_EVALUATES = "{} runs a validation loop that the trace did not reach. To trace it: num_sanity_val_steps=2."
 
 
 def not_reached(recorder: Recorder) -> list[str]:
     """What was not reached; a script that ran to its end has reached all that it would."""
-    found = [*_of_trainers(recorder)]
+    found = [*_of_trainers(recorder), *_before_training(recorder)]
     names = [f"{_shown(each.file)}, line {each.line} ({each.what})" for each in _of_files(recorder)]
     if names:
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
@@ -69,6 +73,21 @@ def _of_trainers(recorder: Recorder) -> Iterator[str]:
             elif (strategy := str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy))) != "no":
                 yield TRAINER_EVALUATES.format(f"{place}: {type(trainer).__name__}", strategy,
                                                trainer.args.per_device_eval_batch_size)
+
+
+def _before_training(recorder: Recorder) -> Iterator[str]:
+    """Evaluation that ran before the first optimizer step only. Later the optimizer's state is there, too."""
+    first, last = recorder.steps[0], recorder.steps[-1]
+    starts = [*recorder.phases, ("", recorder.length)]
+    evaluations = [(start, end) for (name, start), (_, end) in pairwise(starts) if name == EVALUATION and end > start]
+    if not evaluations or evaluations[-1][1] > first:
+        return
+    allocated = [0, *accumulate(0 if tensor is None else tensor.nbytes if alloc else -tensor.nbytes
+                                for alloc, tensor in recorder.events)]  # before each event
+    freed = max(max(allocated[start:end + 1]) - allocated[end] for start, end in evaluations)
+    needs = allocated[last] + freed
+    if needs > max(allocated):
+        yield BEFORE_TRAINING.format(show_bytes(needs), len(recorder.steps))
 
 
 # ---- the user's files

@@ -199,3 +199,11 @@ def test_the_backward_pass_of_a_group_norm_sums_per_channel_and_per_group() -> N
         norm(torch.ones(2, 8, 16, 16, device="cuda", requires_grad=True)).sum().backward()
     found = [tensor.nbytes for tensor in recorder.tensors if tensor.op == "aten.native_group_norm_backward.default"]
     assert found[-5:] == [64, 64, 32, 32, 64]
+
+
+def test_a_group_norm_without_weights_has_a_backward_pass() -> None:
+    recorder = Recorder()
+    with recording(recorder, target_for("h200", "cuda", torch="2.11")):
+        x = torch.randn(2, 8, 4, device="cuda", requires_grad=True)
+        F.group_norm(x, 4).sum().backward()
+        assert x.grad is not None

@@ -43,9 +43,10 @@ class Call:
         return self.args[place] if place < len(self.args) else self.kwargs.get(name, default)
 
     def output(self, *places: int) -> None:
-        """Allocates these results now; the others follow at the end."""
+        """Allocates these results now, those that there are; the others follow at the end."""
         for place in places:
-            self._keep(self.results[place], self._owner)
+            if self.results[place] is not None:  # the gradient of a norm without weights
+                self._keep(self.results[place], self._owner)
 
     def host(self, *places: int) -> None:
         """These results are on the host."""

@@ -120,10 +120,13 @@ def _found(given: RunConfig, search: Search, allow: frozenset[str], permission: 
         changed = flags(given, found.config)
         return found._replace(flags=changed, permission=(permission if changed else "") or found.permission)
 
+    notes = permission_notes(given, allow)
+    if search.target.safe and search.target.budget.desktop and config != given:
+        notes += f"{show_bytes(DESKTOP)} of the GPU is left to a desktop: --others=0 where there is none.",
     return FitResult(search.target.budget, search.scored(given, "free"), scored(chosen),
                      decisions(search, given, config, why_shape), tuple(map(scored, search.runners_up(chosen))),
                      scored(step_up) if step_up else None, search.error, search.frontier(),
-                     considered=len(search.candidates), replayed=search.replays, notes=permission_notes(given, allow))
+                     considered=len(search.candidates), replayed=search.replays, notes=notes)
 
 
 def decisions_for(given: RunConfig, chosen: RunConfig, target: FitTarget) -> tuple[Decision, ...]:
@@ -494,7 +497,4 @@ GOALS: dict[str, Callable[[RunConfig, FitTarget, frozenset[str]], FitResult]] = 
 def fit_to_goal(goal: str, config: RunConfig, target: FitTarget, allow: frozenset[str]) -> FitResult:
     """The settings that a goal chooses; tight ones only where no others fit."""
     found = GOALS[goal](config, target._replace(safe=True), allow)
-    if found.chosen is None:
-        return GOALS[goal](config, target, allow)
-    left = f"{show_bytes(DESKTOP)} of the GPU is left to a desktop: --others=0 where there is none."
-    return found._replace(notes=(*found.notes, left)) if target.budget.desktop else found
+    return found if found.chosen is not None else GOALS[goal](config, target, allow)

@@ -40,6 +40,7 @@ from traces import allocations, store, stored  # noqa: E402
 
 MESSAGES = ROOT / "tests" / "diagnosis" / "messages"
 NEAR = 0.1  # of what the message has allocated
+TORCH = "2.11"  # whose workspaces the older versions of the messages have
 OTHER_CAUSES = ("OOM-ROOM", "OOM-NEIGHBOUR")
 Entry = dict[str, Any]
 
@@ -106,7 +107,7 @@ def _row(name: str, entry: Entry) -> list[str]:
 
 
 def of_script(name: str, message: OomMessage, card: GpuModel) -> Comparison:
-    plan = plan_trace(stored(trace_path(name)), Target(platform_for(card), budget_for(card), card))
+    plan = plan_trace(stored(trace_path(name)), Target(platform_for(card, torch=TORCH), budget_for(card), card))
     tape = plan.trace.tape
     timeline = replay(tape, limit_in(message, card))
     requested = requested_event(message, plan.trace, timeline)
@@ -116,7 +117,7 @@ def of_script(name: str, message: OomMessage, card: GpuModel) -> Comparison:
 
 def of_config(name: str, message: OomMessage, card: GpuModel) -> Comparison:
     entry = entries()[name]
-    run = ExplainedRun(RunConfig(**entry["config"]), entry["trainer"], platform_for(card))
+    run = ExplainedRun(RunConfig(**entry["config"]), entry["trainer"], platform_for(card, torch=TORCH))
     match = build_case(message, run, card).match
     timeline = replay(run.tape, limit_in(message, card), expandable=run.expandable)
     return Comparison(MemoryPlan(run.forecast, budget_for(card)), match and match.allocated,

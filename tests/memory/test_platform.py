@@ -11,13 +11,13 @@ from fitgpt.memory.platform import TORCH_VERSIONS, Platform, nearest_version
 @pytest.mark.parametrize(("torch", "capability", "nbytes"), [
     ("2.11", (8, 9), 8_519_680), ("2.11", (9, 0), 32 * MiB), ("2.11", (10, 0), 8_519_680),
     ("2.11", (12, 0), 8_519_680), ("2.13", (8, 9), 8_519_680), ("2.13", (9, 0), 32 * MiB),
-    ("2.13", (10, 3), 32 * MiB), ("2.13", (12, 0), 32 * MiB)])
+    ("2.13", (10, 3), 32 * MiB), ("2.13", (12, 0), 32 * MiB), ("2.15", (7, 5), 8_519_680), ("2.15", (12, 0), 32 * MiB)])
 def test_blackwell_has_a_large_cublas_workspace_since_2_12(torch: str, capability: tuple[int, int],
                                                            nbytes: int) -> None:
     assert Platform(capability, torch).workspace == nbytes
 
 
-@pytest.mark.parametrize(("version", "nearest"), [("2.9", "2.11"), ("2.12", "2.12"), ("2.20", "2.13"), ("3.0", "2.13")])
+@pytest.mark.parametrize(("version", "nearest"), [("2.9", "2.11"), ("2.12", "2.12"), ("2.20", "2.15"), ("3.0", "2.15")])
 def test_an_unknown_version_has_the_rules_of_the_nearest_known_one(version: str, nearest: str) -> None:
     assert nearest_version(version) == nearest
     assert Platform(torch=version).rules is TORCH_VERSIONS[nearest]

@@ -20,7 +20,7 @@ from fitgpt.planning.forecast import write_tape
 from fitgpt.planning.plan import plan_for
 
 SMALL: dict[str, Any] = dict(n_layer=2, n_head=4, n_embd=128, batch_size=4, block_size=128, vocab_size=5000)
-SETTING = Platform((8, 9))
+SETTING = Platform((8, 9), "2.11")
 # Runs of which a random search found that more memory can be worse, or less enough.
 UPSIDE_DOWN = {
     "fails at 2 MiB more": dict(n_layer=2, n_head=8, n_embd=384, block_size=64, compile=True),

@@ -26,7 +26,7 @@ from fitgpt.planning.speed import estimate
 from fitgpt.show.fit_text import step_up_text, verdict
 
 CARD = gpus.find("4070")
-SETTING = platform_for(CARD)
+SETTING = platform_for(CARD, torch="2.13")
 SMALL = RunConfig(n_layer=4, n_head=4, n_embd=256, block_size=256, batch_size=8, gradient_accumulation_steps=2,
                   vocab_size=5000, eval_iters=6, dtype="bfloat16", compile=True)
 TINY = replace(SMALL, n_layer=2, n_head=2, n_embd=128, block_size=128, batch_size=2)  # for a cheaper search

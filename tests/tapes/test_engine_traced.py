@@ -27,7 +27,8 @@ PADDED = {"n_head": 7, "n_embd": 294}       # heads of 42 numbers, padded to 48 
 PADDED_LESS = {"n_head": 9, "n_embd": 324}  # … and of 36, padded to 40
 IN_BACKWARD = {"step_in_backward": True, "grad_clip": 0.0, "gradient_accumulation_steps": 1}
 
-H200, ADA, TURING = Platform((9, 0)), Platform((8, 9)), Platform((7, 5))  # cuDNN's attention, flash, memory-efficient
+# cuDNN's attention, flash, memory-efficient. 2.11 keeps the workspaces of matmuls.
+H200, ADA, TURING = Platform((9, 0), "2.11"), Platform((8, 9)), Platform((7, 5))
 WINDOWS = Platform((8, 9), compiles=False)
 BY_HAND = Platform(kernel="math")
 KERNELS = {"cudnn": H200, "flash": ADA, "efficient": TURING, "by hand": BY_HAND}
@@ -140,7 +141,7 @@ SAMPLED: dict[str, tuple[Platform, dict[str, Any]]] = {
 # What no trace of torch's operations can see, because it lives and dies inside one of them.
 UNSEEN = {
     # the libraries' workspaces
-    "cublas", "cublaslt", "cublas of CUDA graphs", "cublaslt of CUDA graphs",
+    "cublas", "cublaslt", "cublas of CUDA graphs", "cublaslt of CUDA graphs", "matmul workspace",
     # the scratch of attention's backward kernels, and copies that some of them make of arguments in another layout
     "attention scratch", "attention delta", "attention sums", "d × out", "delta.sum", "d.relaid", "out.relaid",
     # partial results of a sum, and of a norm over all gradients

@@ -15,7 +15,7 @@ from fitgpt.memory.timeline import replay, reserved_in_other_orders
 from fitgpt.tapes import nanogpt as nanogpt_tape
 from fitgpt.tapes.nanogpt import history_of, parameters
 
-H200 = Platform((9, 0), sms=132)
+H200 = Platform((9, 0), "2.11", sms=132)
 GPT2 = RunConfig(dtype="bfloat16", compile=True, vocab_size=50304)  # train.py's defaults
 SMALL = RunConfig(n_layer=2, n_head=4, n_embd=64, batch_size=4, block_size=32, vocab_size=512,
                   gradient_accumulation_steps=4, dtype="float16", compile=False)

@@ -13,6 +13,7 @@ from typing import Literal
 
 from ..core.errors import UsageError
 from ..core.units import parse_count
+from ..memory.platform import DEFAULT_TORCH
 from .fields import (
     Options,
     Problem,
@@ -241,8 +242,8 @@ _gpu = partial(option, "", "GPU to plan for: 4070, \"RTX 3060 12GB\", h200 (`fit
 _others = partial(option, "", "GPU memory of other processes: 2118MiB; without a unit, MiB; by default what they use "
                   "now, or nothing if the GPU is not in this machine", rule=partial(_mib_like, least=0),
                   example="2118MiB")
-_torch = partial(option, "", "version of torch; by default the one installed here, else 2.13", example="2.11",
-                 rule=must(partial(fullmatch, _TORCH_VERSION), "takes a version such as 2.11"))
+_torch = partial(option, "", f"version of torch; by default the one installed here, else {DEFAULT_TORCH}",
+                 example="2.11", rule=must(partial(fullmatch, _TORCH_VERSION), "takes a version such as 2.11"))
 _tokens = partial(option, "", "train on this many tokens, such as 10B: sets max_iters and lr_decay_iters",
                   rule=optional(some_tokens), example="10B")
 _epochs = partial(option, 0.0, "train for this many passes through the training data", rule=between(0, 1_000_000))

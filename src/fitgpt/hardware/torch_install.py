@@ -16,7 +16,7 @@ LOADED = ("torch", "numpy", "safetensors", "triton")  # packages with native lib
 
 # NVIDIA's table: CUDA's major version → the first driver branch that runs it.
 _DRIVER_NEEDED = {11: 450, 12: 525, 13: 580}
-# What the wheels of torch 2.11 to 2.13 are built for: the default one (CUDA 13), and the one for CUDA 12.6.
+# What the wheels of torch 2.11 to 2.15 are built for: the default one (CUDA 13), and the one for CUDA 12.6.
 _DEFAULT_WHEEL_FROM: Capability = (7, 5)
 _OLDEST_WHEEL_FROM: Capability = (5, 0)
 _BLACKWELL: Capability = (10, 0)  # not in the CUDA 12.6 wheel

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ EXPANDABLE, NATIVE = "expandable segments", "native"
 # ---- rules per version of torch
 
 MEASURED, ASSUMED = "measured on an H200", "assumed as in 2.11"
-READ, READ_IN_PULL_REQUESTS = "read in its source", "read in PyTorch's pull requests"
+READ, READ_IN_HEADERS, READ_IN_LIBRARIES = "read in its source", "read in its headers", "read in its compiled libraries"
 # What a forecast takes from torch, in the order in which `describe` names it.
 ALLOCATOR, WORKSPACE, ATTENTION, COMPILER = "allocator", "cuBLAS workspace", "attention kernels", "compiler"
 
@@ -23,14 +24,16 @@ class TorchRules:
     """What differs between versions of torch, and how each rule is known."""
 
     evidence: Mapping[str, str]
-    large_workspace: frozenset[int]  # major compute capabilities with a cuBLAS workspace of 32 MiB
+    large_workspace: frozenset[int]   # major compute capabilities with a cuBLAS workspace of 32 MiB
+    keeps_workspaces: bool = True     # from the first matmul of a thread on; else each matmul allocates and frees one
+    shares_workspaces: bool = False   # whether cuBLASLt uses cuBLAS's
 
     @property
     def measured(self) -> bool:
         return MEASURED in self.evidence.values()
 
     def describe(self) -> str:
-        """"measured on an H200"; or "not measured; allocator read in its source; compiler assumed as in 2.11"."""
+        """"measured on an H200"; or "not measured; allocator read in its headers; compiler assumed as in 2.11"."""
         rules: dict[str, list[str]] = {}
         for rule, evidence in self.evidence.items():
             rules.setdefault(evidence, []).append(rule)
@@ -44,37 +47,50 @@ def _join(names: list[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-# - Allocator: c10/core/AllocatorConfig.h of 2.11 and of 2.13 have the same constants.
-# - cuBLAS workspace: aten/src/ATen/cuda/CublasHandlePool.cpp. Called in 2.11.0+cu130 on an H200 whose capability was
-#   overwritten: 32 MiB for 9.0, 8,519,680 bytes for 8.x, 10.0, 10.3 and 12.0. Later: pytorch/pytorch#175344, merged in
-#   February 2026, after 2.11; #182669, which would have reverted it in May 2026, was closed. Read in these pull
-#   requests and in a copy of the file with 2.13's functions, not at the tags of 2.12 and 2.13.
-# - Attention kernels: check_prefer_cudnn_attention() and check_cudnn_tensor_shapes() in
-#   aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. Seen with heads of 256 on an H200 (Gemma 3, torch 2.11).
+# - Allocator: c10/core/AllocatorConfig.h has the same constants from 2.11 to 2.15. CUDACachingAllocator.cpp of 2.14 and
+#   2.15 was not read.
+# - cuBLAS workspace: aten/src/ATen/cuda/CublasHandlePool.cpp, compiled in libtorch_cuda.so of the wheels for CUDA. Its
+#   size is parseChosenWorkspaceSize(), for 2.11 also called on an H200 whose capability was overwritten: 32 MiB for
+#   9.0, 8,519,680 bytes for 8.x, 10.0, 10.3 and 12.0. Since 2.12 cuBLASLt uses it, too (pytorch/pytorch#168175, the
+#   default of unified_cublas_and_lt_workspaces()). Since 2.15 none is kept (#194311; TORCH_CUBLAS_WORKSPACE_CACHE=1
+#   turns isCUDABlasWorkspaceCachingEnabled() on), and cuBLASLt has its own again (getCUDABlasLtWorkspaceSize()).
+# - Attention kernels: check_prefer_cudnn_attention() and check_cudnn_tensor_shapes() of
+#   aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, compiled in the same library, with the cuDNN that its wheel
+#   requires. Seen with heads of 256 on an H200 (Gemma 3, torch 2.11). Left out, since flash attention and cuDNN's
+#   allocate nearly the same: since 2.12 cuDNN's is only for a dropout that is a multiple of 1/16 (#174245), and since
+#   2.14 it is also for heads of 256 in training on 10.0 and 10.3.
 # - Compiler: the tape of compiled nanoGPT follows Inductor of 2.11. In 2.13 torch/_inductor/memory.py no longer counts
-#   a graph's outputs as freed at its start when it estimates the peak, so 2.13 may reuse more buffers.
+#   a graph's outputs as freed at its start when it estimates the peak, so 2.13 may reuse more buffers; 2.14 and 2.15
+#   estimate as 2.13 does. By default 2.15 fuses more reductions (triton.nested_reduction).
+_READ = {ALLOCATOR: READ_IN_HEADERS, WORKSPACE: READ_IN_LIBRARIES, ATTENTION: READ_IN_LIBRARIES, COMPILER: ASSUMED}
 TORCH_VERSIONS = {
-    "2.11": TorchRules(dict.fromkeys((ALLOCATOR, WORKSPACE, ATTENTION, COMPILER), MEASURED), frozenset({9})),
-    "2.12": TorchRules({WORKSPACE: READ_IN_PULL_REQUESTS, ALLOCATOR: ASSUMED, ATTENTION: ASSUMED, COMPILER: ASSUMED},
-                       frozenset({9, 10, 12})),
-    "2.13": TorchRules({ALLOCATOR: READ, WORKSPACE: READ_IN_PULL_REQUESTS, ATTENTION: ASSUMED, COMPILER: ASSUMED},
-                       frozenset({9, 10, 12})),
+    "2.11": TorchRules(dict.fromkeys(_READ, MEASURED), frozenset({9})),
+    "2.12": TorchRules(_READ, frozenset({9, 10, 12}), shares_workspaces=True),
+    "2.13": TorchRules(_READ | {ALLOCATOR: READ}, frozenset({9, 10, 12}), shares_workspaces=True),
+    "2.14": TorchRules(_READ, frozenset({9, 10, 11, 12}), shares_workspaces=True),
+    "2.15": TorchRules(_READ, frozenset({9, 10, 11, 12}), keeps_workspaces=False),
 }
-DEFAULT_TORCH = "2.13"
+OLDEST_TORCH, *_, DEFAULT_TORCH = TORCH_VERSIONS  # oldest first
+
+
+def release(version: str) -> tuple[int, int]:
+    """The first two numbers of a version such as "2.13.0+cu130"."""
+    major, minor = re.split(r"\D+", version, maxsplit=2)[:2]
+    return int(major), int(minor)
 
 
 def nearest_version(version: str) -> str:
     """A version such as "2.9" or "3.0" → the nearest one in TORCH_VERSIONS."""
     def number(text: str) -> int:
-        major, minor = text.split(".")
-        return 1000 * int(major) + int(minor)
+        major, minor = release(text)
+        return 1000 * major + minor
 
     return min(TORCH_VERSIONS, key=lambda known: abs(number(known) - number(version)))
 
 
 # ---- the platform
 
-# Bytes of cuBLAS's workspace, one per thread: 32 MiB, or two chunks of 4 MiB and eight of 16 KiB.
+# Bytes of cuBLAS's workspace: 32 MiB, or two chunks of 4 MiB and eight of 16 KiB.
 LARGE_WORKSPACE, SMALL_WORKSPACE = 32 * MiB, 2 * 4 * MiB + 8 * 16 * KiB
 # Capabilities on which torch prefers cuDNN's attention, and the largest head there.
 CUDNN_ATTENTION = {(9, 0): 256, (10, 0): 128, (10, 3): 128}

@@ -97,6 +97,26 @@ def efficient_backward(batch: int, heads: int, tokens: int, head: int) -> int:
     return tiles * (4 * EFFICIENT_TOKENS * width + EFFICIENT_COUNTERS)
 
 
+# ---- matmuls
+
+
+def workspaces(platform: Platform, *, bias: bool = False) -> dict[str, int]:
+    """What a matmul works in, bytes by name; `bias`: one that cuBLASLt may run, to add a bias in the same kernel."""
+    rules = platform.rules
+    if not rules.keeps_workspaces:
+        return {"matmul workspace": CUBLASLT if bias else platform.workspace}
+    return {"cublas": platform.workspace} | ({"cublaslt": CUBLASLT} if bias and not rules.shares_workspaces else {})
+
+
+def alloc_workspaces(w: Writer, platform: Platform, *, bias: bool = False, thread: str = "") -> None:
+    """Where workspaces are kept, those that the thread's first matmul allocates; else each matmul's, freed at once."""
+    for name, nbytes in workspaces(platform, bias=bias).items():
+        if not w.alive(name + thread):
+            w.alloc(name + thread, "workspace", nbytes)
+            if not platform.rules.keeps_workspaces:
+                w.free(name + thread)
+
+
 # ---- as nanoGPT calls them
 
 

@@ -23,7 +23,7 @@ from ..config.run_config import RunConfig
 from ..memory.platform import Platform
 from ..memory.tape import Tape, Writer
 from . import aten
-from .aten import CUBLASLT, SCALAR, AttentionTape
+from .aten import SCALAR, AttentionTape
 from .nanogpt_compiled import CompiledGPT
 
 # Batches written of the first evaluation and of a later one: more were not seen to change a figure, fewer were
@@ -325,10 +325,7 @@ class EagerGPT:
             if source:
                 w.alloc(f"{source}.cast", "activations", 2 * self.n * inputs)
         w.alloc(out, "logits" if is_head else "activations", self.width * self.n * outputs)
-        if not w.alive("cublas"):
-            w.alloc("cublas", "workspace", self.platform.workspace)
-            if bias:
-                w.alloc("cublaslt", "workspace", CUBLASLT)
+        aten.alloc_workspaces(w, self.platform, bias=bias)
         if source and self.half and not grad:
             w.free(f"{source}.cast")
 
@@ -429,17 +426,17 @@ class EagerGPT:
         weight = module if module == "wte" else f"{module}.weight"
         raw = [(weight, inputs * outputs)]
         if self.config.bias and module != "wte":  # a matmul with a bias computes its input's gradient first
-            w.alloc("d_input", "activations", self.width * self.n * inputs)
+            self.alloc_d_input(inputs)
             raw.append((f"{module}.bias", outputs))
         for each, elements in raw:
             w.alloc(f"{each}.raw" if self.half or module == "wte" else self.new_grad(each), "gradients",
                     self.width * elements)
             if each.endswith(".bias"):
                 aten.alloc_sum_scratch(w, self.n, outputs, self.platform)
-            elif not w.alive("cublas of backward"):
-                w.alloc("cublas of backward", "workspace", self.platform.workspace)
+            else:
+                aten.alloc_workspaces(w, self.platform, thread=" of backward")
         if len(raw) == 1:
-            w.alloc("d_input", "activations", self.width * self.n * inputs)
+            self.alloc_d_input(inputs)
         if incoming != "d_x":
             w.free(incoming)
         if self.half:
@@ -447,6 +444,10 @@ class EagerGPT:
         if saved:
             w.free(f"{saved}.cast" if self.half and saved.endswith(".out") else saved)
         self.raw = raw
+
+    def alloc_d_input(self, inputs: int) -> None:
+        self.w.alloc("d_input", "activations", self.width * self.n * inputs)
+        aten.alloc_workspaces(self.w, self.platform, thread=" of backward")
 
     def accumulate_grads(self, module: str) -> None:
         """Casts raw gradients to float32 and adds them to `.grad`. The tied wte waits for the embedding's gradient."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..config.run_config import RunConfig
 from ..memory.platform import Platform
 from ..memory.tape import Writer
-from .aten import CUBLASLT, SCALAR, AttentionTape, alloc_sum_scratch, round_up
+from .aten import SCALAR, AttentionTape, alloc_sum_scratch, alloc_workspaces, round_up
 from .inductor import Buffer, BufferPlan, GraphWriter, KernelGraph, plan_buffers
 
 # ---- padding of the head. Where the vocabulary is not a multiple of 8 (float32: 4), Inductor times each of the head's
@@ -486,7 +486,7 @@ class CompiledGPT:
                 self.time_kernel(nbytes)
 
     def call(self, what: str, graph: str, names: dict[str, str]) -> None:
-        """An ATen op: attention and sums allocate their results, matmuls a workspace at first use."""
+        """An ATen op: attention and sums allocate their results, matmuls workspaces."""
         w, s = self.w, self.shapes
         op, _, of = what.rpartition(" ")
         if op == "sum":  # the gradients of a norm's parameters, from each program's partial sums
@@ -499,13 +499,8 @@ class CompiledGPT:
         elif op == "attention":
             self.attend.forward(int(of), names, grad=graph == "training")
         else:
-            self.alloc_workspace("cublas of backward" if graph == "backward" else "cublas")
-            if what == "matmul with bias" and not w.alive("cublaslt"):
-                w.alloc("cublaslt", "workspace", CUBLASLT)
-
-    def alloc_workspace(self, name: str) -> None:
-        if not self.w.alive(name):
-            self.w.alloc(name, "workspace", self.platform.workspace)
+            alloc_workspaces(w, self.platform, bias=what == "matmul with bias",
+                             thread=" of backward" if graph == "backward" else "")
 
     # ---- the first run of a graph
 
@@ -541,7 +536,7 @@ class CompiledGPT:
             for timed in (False, True):
                 timing = [w.alloc("timing", "workspace", self.platform.cache)] if timed else []
                 tried = [w.alloc(f"tried {at}", "workspace", width * size) for at, size in enumerate(sizes)]
-                self.alloc_workspace("cublas")
+                alloc_workspaces(w, self.platform)
                 w.free(*tried, *timing)
         w.free(*held)
 

@@ -130,13 +130,14 @@ class Gpu:
         self._new_spans.append((name if layer is None else f"{name} {layer}", start, len(self.log)))
 
     def workspaces(self, *, bias: bool = False) -> None:
-        """cuBLAS's workspaces, made by the first matmul of each stream: CUDA graphs are captured on their own."""
+        """A matmul's; where they are kept, those of a stream's first one: CUDA graphs are captured on their own."""
         suffix = " of CUDA graphs" if self.writer.pool == GRAPH_POOL else ""
-        for name in ("cublas", "cublaslt") if bias else ("cublas",):
-            if name not in self._new_workspaces:
+        for name, nbytes in aten.workspaces(self.platform, bias=bias).items():
+            if not self.platform.rules.keeps_workspaces:
+                scratch(nbytes, name)
+            elif name not in self._new_workspaces:
                 self._new_workspaces.add(name)
                 if not self.writer.alive(name + suffix):
-                    nbytes = self.platform.workspace if name == "cublas" else aten.CUBLASLT
                     self.log.append(Allocation(name + suffix, "workspace", nbytes))
 
 

@@ -222,14 +222,24 @@ def test_the_environment_selects_the_allocator(run_plan: Any, monkeypatch: pytes
 
 @pytest.mark.parametrize(("version", "message"), [
     ("2.11", "2.11 (measured on an H200)"), ("2.11.0+cu130", "2.11 (measured on an H200)"),
-    ("2.13.0", "2.13 (not measured; allocator read in its source; cuBLAS workspace read in PyTorch's pull requests; "
-     "attention kernels and compiler assumed as in 2.11)"),
-    ("2.14.0a0+git12ab", "2.14 (not known; the rules of 2.13 are used, the nearest known version)"),
+    ("2.15.0", "2.15 (not measured; allocator read in its headers; cuBLAS workspace and attention kernels read in its "
+     "compiled libraries; compiler assumed as in 2.11)"),
+    ("2.16.0a0+git12ab", "2.16 (not known; the rules of 2.15 are used, the nearest known version)"),
     ("2.9", "2.9 (not known; the rules of 2.11 are used, the nearest known version)"),
-    ("9.9", "9.9 (not known; the rules of 2.13 are used, the nearest known version)")])
+    ("9.9", "9.9 (not known; the rules of 2.15 are used, the nearest known version)")])
 def test_a_plan_states_how_the_rules_of_a_torch_version_are_known(
         run_plan: Any, version: str, message: str) -> None:
     assert run_plan(*SMALL, "--gpu=4070", f"--torch={version}", "--json").json["assumes"]["torch"] == message
+
+
+@pytest.mark.parametrize("version", ["2.8", "2.15", "3.0"])
+def test_the_accuracy_of_a_version_without_recorded_runs_is_not_claimed(run_plan: Any, version: str) -> None:
+    def accuracy(version: str) -> str:
+        output = " ".join(run_plan(*SMALL, "--gpu=4070", f"--torch={version}").out.split())
+        return output.partition("accuracy ")[2].partition(" nearest ")[0]
+
+    assert accuracy("2.11").startswith("worst error ")
+    assert accuracy(version) == f"no recorded runs of torch {version}; with 2.11: {accuracy('2.11')}"
 
 
 def test_options_that_nanogpt_lacks_give_a_note(run_plan: Any) -> None:

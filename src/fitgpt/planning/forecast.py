@@ -426,6 +426,7 @@ class TrackRecord(NamedTuple):
     on_card: int                  # recorded runs on this GPU
     in_all: int
     worst_percent: float | None   # the largest error of all their figures; None: there are no runs
+    torch: tuple[str, ...]        # versions of torch in these runs
 
 
 @cache  # every plan asks several times
@@ -458,7 +459,8 @@ def track_record_of(forecast: Forecast, gpu: str) -> TrackRecord:
     """The recorded runs of that trainer, and the worst error of their forecasts."""
     rows = _recorded_like(forecast.trainer, forecast.assumes)
     errors = [float(row["worst_percent"]) for row in rows]
-    return TrackRecord(sum(row["gpu"] == gpu for row in rows), len(rows), max(errors, key=abs) if errors else None)
+    return TrackRecord(sum(row["gpu"] == gpu for row in rows), len(rows), max(errors, key=abs) if errors else None,
+                       tuple(sorted({row["torch"] for row in rows})))
 
 
 def lowest_error(trainer: str, assumes: Mapping[str, str]) -> float:

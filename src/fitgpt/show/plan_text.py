@@ -302,7 +302,9 @@ def accuracy_text(plan: MemoryPlan, basis: TrackRecord) -> str:
     worst = basis.worst_percent
     error = "below 0.01 %" if abs(worst) < 0.01 else f"{'+' if worst > 0 else '−'}{abs(worst):.2f} %"
     here = f" ({basis.on_card or 'none'} on this GPU)" if plan.budget.card else ""
-    return f"worst error {error} over {basis.in_all} recorded run{'s' if basis.in_all > 1 else ''}{here}"
+    version = plan.forecast.assumes["torch"].partition(" ")[0]
+    other = "" if version in basis.torch else f"no recorded runs of torch {version}; with {', '.join(basis.torch)}: "
+    return f"{other}worst error {error} over {basis.in_all} recorded run{'s' if basis.in_all > 1 else ''}{here}"
 
 
 # ---- tables

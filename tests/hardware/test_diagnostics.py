@@ -202,13 +202,21 @@ def test_a_torch_that_cannot_train_is_wrong_with_a_command(changes: dict[str, An
     assert fix in wrong[0].fix
 
 
-def test_a_cpu_and_an_untested_torch_are_notes() -> None:
-    notes = ["torch: 2.4.0 is not supported; tested are 2.11 to 2.13.", "compile: off, because it pays only on CUDA."]
+def test_a_cpu_and_an_old_torch_are_notes() -> None:
+    notes = ["torch: 2.4.0 is not supported: fitgpt needs 2.11 or newer.",
+             "compile: off, because it pays only on CUDA."]
     cpu = {**FINE, "device": "cpu", "name": "Ryzen", "compile": False, "notes": notes}
     found = by_subject(diagnostics.check_torch(cpu, HERE))
     assert [finding.verdict for finding in found["torch"]] == ["ok", "note"]
+    assert "pip install 'torch>=2.11'" in found["torch"][1].fix
     assert found["device"][0].verdict == "note"
     assert verdicts(diagnostics.check_compiling(cpu, HERE)) == {"ok"}
+
+
+def test_a_torch_that_is_too_new_gets_no_fix() -> None:
+    notes = ["torch: 2.16.0 is newer than 2.15, the last version whose memory fitgpt knows."]
+    _, note = by_subject(diagnostics.check_torch({**FINE, "notes": notes}, HERE))["torch"]
+    assert (note.verdict, note.fix) == ("note", "")
 
 
 def test_missing_and_broken_packages_are_wrong_each_with_its_command() -> None:

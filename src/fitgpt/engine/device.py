@@ -35,9 +35,8 @@ from ..hardware.torch_install import (
     unsupported_arch,
     unusable_gpu_reason,
 )
+from ..memory.platform import DEFAULT_TORCH, OLDEST_TORCH, release
 from ..runs.metrics import MemoryReading
-
-TESTED = ((2, 11), (2, 13))  # the first and the last torch release that is tested and measured
 
 BF16_FROM: Capability = (8, 0)    # Ampere
 TRITON_FROM: Capability = (7, 0)  # Volta
@@ -197,12 +196,11 @@ def _compile(requested: bool | str, kind: str, capability: Capability | None, to
 
 
 def _version_note(version: str) -> str:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    release = (int(found[1]), int(found[2])) if found else TESTED[0]
-    tested = "tested are {}.{} to {}.{}".format(*TESTED[0], *TESTED[1])
-    if release < TESTED[0]:
-        return f"torch: {version} is not supported; {tested}."
-    return f"torch: {version} is not measured; {tested}." if release > TESTED[1] else ""
+    if release(version) < release(OLDEST_TORCH):
+        return f"torch: {version} is not supported: fitgpt needs {OLDEST_TORCH} or newer."
+    if release(version) > release(DEFAULT_TORCH):
+        return f"torch: {version} is newer than {DEFAULT_TORCH}, the last version whose memory fitgpt knows."
+    return ""
 
 
 # ---- reading the machine

@@ -310,7 +310,8 @@ def check_torch(torch: Mapping[str, Any], machine: Machine) -> Iterator[Finding]
     yield Finding("ok", "torch", f"{torch['version']}, built for {build}")
     for note in torch.get("notes", ()):
         if note.startswith("torch:"):
-            yield Finding("note", "torch", note.removeprefix("torch:").strip(), install("'torch>=2.11'"))
+            yield Finding("note", "torch", note.removeprefix("torch:").strip(),
+                          install("'torch>=2.11'") if "not supported" in note else "")
     if "device_error" in torch:
         if machine.visible_error is None:  # reported already
             yield Finding("wrong", "device", *torch["device_error"])

@@ -12,7 +12,7 @@ from fitgpt.config.run_config import RunConfig
 from fitgpt.core.errors import UsageError
 from fitgpt.core.units import MiB
 from fitgpt.diagnosis import explain
-from fitgpt.diagnosis.case import ExplainedRun
+from fitgpt.diagnosis.case import ExplainedRun, ExplainRequest
 from fitgpt.diagnosis.nvidia_smi import SmiGpu, SmiProcess, parse_fragment, parse_nvidia_smi
 from fitgpt.diagnosis.reading import Reading, card_of, explain_reading, reading_of
 from fitgpt.hardware import gpus
@@ -25,7 +25,7 @@ CARD = gpus.find("4070")
 def notes_30m(trainer: str = "nanogpt", *flags: str) -> ExplainedRun:
     path = str(ROOT / "config" / "notes_30m.py")
     config = build(RunConfig, walk([path, *flags], RunConfig))
-    return ExplainedRun(config, trainer, platform_for(CARD), "config/notes_30m.py")
+    return ExplainedRun(config, trainer, platform_for(CARD, torch="2.11"), "config/notes_30m.py")
 
 
 # The shape of the screen as driver 550 prints it; the figures of the notes, on the GPU of the notes.
@@ -411,3 +411,12 @@ def test_figures_of_hundreds_of_digits_are_none(text: str) -> None:
     pasted = text.format("9" * 400, "")
     assert all((gpu.total or 0) < 2**40 for gpu in parse_nvidia_smi(pasted))
     assert parse_fragment(pasted) is None
+
+
+@pytest.mark.parametrize("card", [CARD, None])
+def test_a_run_is_forecast_with_the_installed_torch(card: gpus.GpuModel | None,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fitgpt.diagnosis.case.torch_version", lambda: "2.12")
+    run = ExplainRequest(RunConfig()).run_on(card)
+    assert run is not None
+    assert run.platform.torch == "2.12"

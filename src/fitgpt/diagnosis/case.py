@@ -18,7 +18,7 @@ from ..memory.allocator import LARGE_BUFFER, SMALL_BUFFER, allocation_size
 from ..memory.platform import Platform
 from ..memory.tape import Event, Tape, round_size
 from ..memory.timeline import Timeline, replay
-from ..planning.budget import Budget, budget_for, platform_for
+from ..planning.budget import Budget, budget_for, platform_for, torch_version
 from ..planning.forecast import Forecast, MemoryPlan, forecast, write_tape
 from ..tracing.trace_file import Trace
 from .oom_message import CUDA_MALLOC_ASYNC, FRAMEWORKS, OomMessage, is_compiled, phase_of, trainer_of
@@ -85,7 +85,10 @@ class ExplainRequest:
 
     def run_on(self, card: GpuModel | None) -> ExplainedRun | None:
         """The run on that GPU, or on one of compute capability 8.6; None without a config."""
-        return self.run_with(platform_for(card) if card else Platform((8, 6))) if self.config is not None else None
+        if self.config is None:
+            return None
+        torch = torch_version()
+        return self.run_with(platform_for(card, torch=torch) if card else Platform((8, 6), torch))
 
     def run_with(self, platform: Platform) -> ExplainedRun:
         assert self.config is not None

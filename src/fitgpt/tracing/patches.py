@@ -549,7 +549,7 @@ def _profiler(patches: Patches) -> None:
     init = torch.autograd.profiler.profile.__init__
 
     def on_host(profile: Any, *args: Any, **kwargs: Any) -> None:
-        init(profile, *args, **{**kwargs, "use_device": None, "use_cuda": False})
+        init(profile, *args, **kwargs | {"use_device": None} | dict.fromkeys({"use_cuda"} & kwargs.keys(), False))
 
     patches.set(torch.autograd.profiler.profile, "__init__", on_host)
 

@@ -18,13 +18,12 @@ from ..core.units import MiB
 from ..memory.platform import Platform
 from ..tapes import aten as scratch
 from .recorder import Recorder, TracedTensor
+from .trace_file import WORKSPACE
 
 ops = torch.ops.aten
 FEW_CHANNELS, SMALL_KERNEL = 4, 27  # of a convolution: that of images, for which cuDNN has other kernels
 TILE, LARGEST_PARTS = 128, 8 * MiB  # of a convolution's weight gradient: a matmul that is summed in parts
 FEW_ROWS = 32  # of an embedding whose gradients are not summed in parts: recorded with 2 and 32 rows, not with 514
-WORKSPACES: dict[str, Callable[[Platform], int]] = {
-    "cublas workspace": lambda platform: platform.workspace, "cublaslt workspace": lambda _: scratch.CUBLASLT}
 NOT_REDUCED, MEAN = 0, 1  # at::Reduction
 MANY_ROWS = 64 * 1024  # of a layer norm, from which on its backward pass sums in two steps
 
@@ -64,11 +63,16 @@ class Call:
             self._scratch.remove(each)
             self._recorder.free(each)
 
-    def workspace(self, name: str) -> None:
-        """Memory that the first use on a thread allocates, and that stays: forward and backward have a thread each."""
-        if (key := (name, self._thread)) not in self._workspaces:
-            self._workspaces.add(key)
-            self._recorder.alloc(WORKSPACES[name](self.platform), name, "workspace")
+    def workspaces(self, *, bias: bool) -> None:
+        """Those of cuBLAS: kept from the first use on a thread on (forward and backward have a thread each), or freed
+        at the end of the operation. `bias`: whether cuBLASLt adds one in the same kernel."""
+        for nbytes in scratch.workspaces(self.platform, bias=bias).values():
+            name = WORKSPACE if nbytes == self.platform.workspace else "cublaslt workspace"
+            if not self.platform.rules.keeps_workspaces:
+                self._scratch.append(self._recorder.alloc(nbytes, name, "workspace"))
+            elif (key := (name, self._thread)) not in self._workspaces:
+                self._workspaces.add(key)
+                self._recorder.alloc(nbytes, name, "workspace")
 
     def finish(self) -> None:
         for result in self.results:
@@ -80,22 +84,20 @@ class Call:
 # ---- matrix products
 
 
-def matmul(call: Call) -> None:
+def matmul(call: Call, *, bias: bool = False) -> None:
     *_, first, second = (each.dtype for each in call.args if isinstance(each, Tensor))
     if first != second:  # CUDA refuses, `meta` does not: a batch that was not converted to the model's dtype
         raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {first} and {second}")
     if call.results:  # none, where it writes into a tensor that is there: compiled code does
         call.output(0)
-    call.workspace("cublas workspace")
+    call.workspaces(bias=bias)
 
 
 def matmul_with_bias(call: Call) -> None:
     """cuBLASLt adds the bias in the product's kernel: isInputCompliesAddmmCudaLt() in Blas.cpp."""
-    matmul(call)
     bias, _, mat2 = call.args[:3]
-    if bias.dim() == 1 and bias.is_contiguous() and bias.shape[0] == mat2.shape[1] and min(mat2.shape) > 1 \
-            and call.kwargs.get("beta", 1) == 1:
-        call.workspace("cublaslt workspace")
+    matmul(call, bias=bias.dim() == 1 and bias.is_contiguous() and bias.shape[0] == mat2.shape[1]
+           and min(mat2.shape) > 1 and call.kwargs.get("beta", 1) == 1)
 
 
 # ---- reductions: setReduceConfig() in ATen/native/cuda/Reduce.cuh

@@ -223,7 +223,7 @@ def test_the_environment_selects_the_allocator(run_plan: Any, monkeypatch: pytes
 @pytest.mark.parametrize(("version", "message"), [
     ("2.11", "2.11 (measured on an H200)"), ("2.11.0+cu130", "2.11 (measured on an H200)"),
     ("2.15.0", "2.15 (not measured; allocator read in its headers; cuBLAS workspace and attention kernels read in its "
-     "compiled libraries; compiler assumed as in 2.11)"),
+     "binaries; compiler assumed as in 2.11)"),
     ("2.16.0a0+git12ab", "2.16 (not known; the rules of 2.15 are used, the nearest known version)"),
     ("2.9", "2.9 (not known; the rules of 2.11 are used, the nearest known version)"),
     ("9.9", "9.9 (not known; the rules of 2.15 are used, the nearest known version)")])

@@ -14,7 +14,7 @@ EXPANDABLE, NATIVE = "expandable segments", "native"
 # ---- rules per version of torch
 
 MEASURED, ASSUMED = "measured on an H200", "assumed as in 2.11"
-READ, READ_IN_HEADERS, READ_IN_LIBRARIES = "read in its source", "read in its headers", "read in its compiled libraries"
+READ, READ_IN_HEADERS, READ_IN_BINARIES = "read in its source", "read in its headers", "read in its binaries"
 # What a forecast takes from torch, in the order in which `describe` names it.
 ALLOCATOR, WORKSPACE, ATTENTION, COMPILER = "allocator", "cuBLAS workspace", "attention kernels", "compiler"
 
@@ -62,7 +62,7 @@ def _join(names: list[str]) -> str:
 # - Compiler: the tape of compiled nanoGPT follows Inductor of 2.11. In 2.13 torch/_inductor/memory.py no longer counts
 #   a graph's outputs as freed at its start when it estimates the peak, so 2.13 may reuse more buffers; 2.14 and 2.15
 #   estimate as 2.13 does. By default 2.15 fuses more reductions (triton.nested_reduction).
-_READ = {ALLOCATOR: READ_IN_HEADERS, WORKSPACE: READ_IN_LIBRARIES, ATTENTION: READ_IN_LIBRARIES, COMPILER: ASSUMED}
+_READ = {ALLOCATOR: READ_IN_HEADERS, WORKSPACE: READ_IN_BINARIES, ATTENTION: READ_IN_BINARIES, COMPILER: ASSUMED}
 TORCH_VERSIONS = {
     "2.11": TorchRules(dict.fromkeys(_READ, MEASURED), frozenset({9})),
     "2.12": TorchRules(_READ, frozenset({9, 10, 12}), shares_workspaces=True),

@@ -25,6 +25,7 @@ from fitgpt.config.fields import Assignment, Options, build, option_specs
 from fitgpt.config.run_config import RunConfig
 from fitgpt.core import errors
 from fitgpt.core.errors import STOPPED_AT_ONCE, FitError, UsageError
+from fitgpt.planning.verdict import Verdict
 
 ROOT = Path(__file__).parent.parent
 NANOGPT_CONFIGS = ("train_gpt2", "train_shakespeare_char", "finetune_shakespeare", "eval_gpt2", "eval_gpt2_medium",
@@ -264,7 +265,7 @@ def test_a_notebook_is_valid_and_its_cells_run(name: str, tmp_path: Path) -> Non
 
 def exit_codes() -> set[int]:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, FitError)]
-    return {0, BUG, OUTPUT_CLOSED, STOPPED_AT_ONCE, *(kind.exit_code for kind in kinds)}
+    return {0, BUG, OUTPUT_CLOSED, STOPPED_AT_ONCE, *(kind.exit_code for kind in (*kinds, *Verdict))}
 
 
 def test_the_table_of_exit_codes_is_complete() -> None:

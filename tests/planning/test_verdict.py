@@ -67,6 +67,12 @@ def test_the_best_verdict_of_a_list_decides() -> None:
     assert best_of(rows[:2]) is best_of([]) is Verdict.DOES_NOT_FIT
 
 
+def test_a_run_that_does_not_fit_has_no_reasons_to_be_tight() -> None:
+    found = forecast.Forecast("script", 1, {}, "train", (), GiB, (0, 0),
+                              {"allocator": "native", "compile": "a range"}, 0, bounded=("a",))
+    assert [MemoryPlan(found, budget_of(limit)).tight for limit in (GiB, GiB - 1)] == [("a",), ()]
+
+
 # ---- a desktop
 
 

@@ -49,7 +49,7 @@ from .forecast import (
 from .plan_file import Estimate, change_document, document, rank_document
 from .request import NO_OPTIONS, PlanRequest, assignments_from, plan_request
 from .speed import SpeedEstimate
-from .verdict import Verdict, tight_reasons, verdict_of
+from .verdict import Verdict, verdict_of
 
 OF_THE_COMMAND = ("all_cards", "timeline", "json")  # options of `fitgpt plan` that the function does not take
 
@@ -348,18 +348,8 @@ def best_of(rows: Sequence[GpuVerdict]) -> Verdict:
     return next((verdict for verdict in Verdict if verdict in found), Verdict.DOES_NOT_FIT)
 
 
-def every_gpu(needs_on: Callable[[Target], int], others: int | None = None, *, lowest: float,
-              not_seen: Sequence[str], bounded: Sequence[str]) -> list[GpuVerdict]:
-    """One verdict per GPU on a trace. `needs_on`: what it needs there; the rest is the same on all of them."""
-    def needs_and_tight(target: Target) -> tuple[int, Sequence[str]]:
-        needs = needs_on(target)
-        return needs, [*tight_reasons(needs, target.budget, lowest), *bounded]
-
-    return _every_gpu(needs_and_tight, others, not_seen=not_seen)
-
-
-def _every_gpu(needs_and_tight: Callable[[Target], tuple[int, Sequence[str]]], others: int | None, torch: str = "", *,
-               not_seen: Sequence[str] = ()) -> list[GpuVerdict]:
+def every_gpu(needs_and_tight: Callable[[Target], tuple[int, Sequence[str]]], others: int | None, torch: str = "", *,
+              not_seen: Sequence[str] = ()) -> list[GpuVerdict]:
     """One verdict per GPU, by what the run needs there, and why it is tight; UsageError where it cannot run."""
     rows = []
     for card in gpus.load():
@@ -396,7 +386,7 @@ def verdicts(config: RunConfig, trainer: str = "fitgpt", others: int | None = No
         lowest = lowest_error(trainer, assumptions(run, target.platform, trainer))
         return needs, tight_on(known[kind], needs, target.budget, lowest)
 
-    return _every_gpu(needs_and_tight, others, torch)
+    return every_gpu(needs_and_tight, others, torch)
 
 
 def same_tape(run: ResolvedRun, platform: Platform) -> tuple[Any, ...]:

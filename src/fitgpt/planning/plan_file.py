@@ -63,6 +63,7 @@ def document(plan: MemoryPlan, torch: str, record: TrackRecord, step_seconds: Es
         "phases": {phase: phases.get(phase) for phase in PHASES},
         "step_seconds": step_seconds and step_seconds.to_dict(), "assumes": forecast.assumes,
         "track_record": {"recorded_runs_on_this_gpu": record.on_card, "recorded_runs_in_all": record.in_all,
+                         "recorded_with_torch": list(record.torch),
                          "worst_error_percent": record.worst_percent},
     }
 

@@ -29,10 +29,12 @@ from ..planning.forecast import (
     record_kind,
     recorded_of,
     replayed,
+    tight_on,
     track_record_of,
 )
 from ..planning.plan import GpuVerdict, PrintedPlan, every_gpu
 from ..planning.plan_file import change_document, document
+from ..planning.verdict import tight_reasons
 from .recorder import LOAD
 from .trace_file import EMPTIED, Kind, Trace
 
@@ -95,7 +97,6 @@ class TracedChange(NamedTuple):
     def exact(self) -> bool:
         """Whether the same is trained, up to rounding."""
         return self.change not in (HALF_BATCH, IN_8_BITS)
-
 
 
 @dataclass(frozen=True, repr=False)
@@ -377,13 +378,17 @@ def verdicts(trace: Trace, others: int | None = None, allocator: str = "") -> li
     expandable = trace.expandable if not allocator else allocator == "expandable"
     known: dict[int, Timeline] = {}
 
-    def needs_on(target: Target) -> int:
+    def needs_and_tight(target: Target) -> tuple[int, list[str]]:
         platform = replace(target.platform, torch=trace.platform.torch)
         if platform.workspace not in known:
             known[platform.workspace] = replay(trace.on(platform).tape, expandable=expandable)
-        timeline = known[platform.workspace]
-        return needed_for(trace, timeline) if trace.compiled else timeline.needs_under(target.budget.reserve_limit)
+        timeline, budget = known[platform.workspace], target.budget
+        if trace.compiled:
+            needs = needed_for(trace, timeline)
+            return needs, [*tight_reasons(needs, budget, lowest), *trace.bounded]
+        needs = timeline.needs_under(budget.reserve_limit)
+        return needs, [*tight_on(timeline, needs, budget, lowest), *trace.bounded]
 
     rows = recorded_of(record_kind(SCRIPT, expandable=expandable, odd=False, convolutions=trace.convolutions))
-    return every_gpu(needs_on, others, lowest=lowest_error_of(rows, trace.compiled), not_seen=trace.not_seen,
-                     bounded=trace.bounded)
+    lowest = lowest_error_of(rows, trace.compiled)
+    return every_gpu(needs_and_tight, others, not_seen=trace.not_seen)

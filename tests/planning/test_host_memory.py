@@ -24,7 +24,7 @@ def test_batches_in_flight_are_those_of_the_prefetcher() -> None:
 
 
 @pytest.mark.parametrize(("options", "on_cpu"), [
-    (dict(batch_size=100_000_000, gradient_accumulation_steps=1), True),
+    (dict(batch_size=4_000_000, gradient_accumulation_steps=1), True),
     (dict(batch_size=2_000_000), False),
     (dict(n_layer=48, n_embd=1600, n_head=25, offload="optimizer"), False),
 ], ids=["batch on a CPU", "pinned batch", "offload"])
@@ -46,7 +46,7 @@ def test_a_resumed_run_reads_its_checkpoint_into_cpu_ram() -> None:
 
 
 def test_unknown_memory_rejects_nothing_and_train_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    huge = RunConfig(batch_size=100_000_000, device="cpu")
+    huge = RunConfig(batch_size=4_000_000, device="cpu")
     check(huge, None, on_cpu=True)
     monkeypatch.setattr(memory_check, "available_memory", lambda: GiB)
     with pytest.raises(SystemFault, match="CPU RAM"):

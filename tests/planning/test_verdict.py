@@ -199,7 +199,7 @@ def test_rows_know_the_forecasts_error_and_other_orders_of_addresses(monkeypatch
 
 def test_a_row_of_a_trace_is_not_all_seen_before_it_is_tight() -> None:
     for not_seen, bounded, verdict in (((), (), "fits"), ((), ("a",), "tight"), (("b",), ("a",), "not_all_seen")):
-        rows = every_gpu(lambda target: GiB, 0, lowest=0.0, not_seen=not_seen, bounded=bounded)
+        rows = every_gpu(lambda target, tight=bounded: (GiB, tight), 0, not_seen=not_seen)  # type: ignore[misc]
         assert {row.verdict for row in rows if row.name in ("H200", "RTX 4070")} == {verdict}
 
 

@@ -285,7 +285,7 @@ def test_without_run_json_the_config_is_that_of_the_last_checkpoint_that_can_be_
 
 def test_too_little_disk_space_is_an_error_with_figures(tmp_path: Path) -> None:
     need_disk(tmp_path / "not" / "yet", 1)
-    with pytest.raises(SystemFault, match=r"needs 1024\.00 TiB"):
+    with pytest.raises(SystemFault, match=r"needs 1\.00 PiB"):
         need_disk(tmp_path / "not" / "yet", 2**50)
 
 

@@ -12,7 +12,7 @@ import builtins
 import gc
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,10 +40,11 @@ BEFORE_TRAINING = ("Evaluation ran before the first optimizer step only. Later, 
 LIGHTNING_EVALUATES = "{} runs a validation loop that the trace did not reach. To trace it: num_sanity_val_steps=2."
 
 
-def not_reached(recorder: Recorder) -> list[str]:
-    """What was not reached; a script that ran to its end has reached all that it would."""
+def not_reached(recorder: Recorder, others: Collection[str] = ()) -> list[str]:
+    """What was not reached; a script that ran to its end has reached all that it would. `others`: modules that are not
+    the script's."""
     found = [*_of_trainers(recorder), *_before_training(recorder)]
-    names = [f"{_shown(each.file)}, line {each.line} ({each.what})" for each in _of_files(recorder)]
+    names = [f"{_shown(each.file)}, line {each.line} ({each.what})" for each in _of_files(recorder, others)]
     if names:
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         found.append(NOT_REACHED.format("; ".join(names[:MOST_NAMED]) + more, len(recorder.steps)))
@@ -125,9 +126,9 @@ class Source:
         self.parts.append((function, nodes))
 
 
-def _of_files(recorder: Recorder) -> list[Place]:
-    files = {each for each in (getattr(module, "__file__", None) for module in list(sys.modules.values())) if each}
-    files |= {file for file, _ in recorder.lines}
+def _of_files(recorder: Recorder, others: Collection[str]) -> list[Place]:
+    modules = [module for name, module in list(sys.modules.items()) if name not in others]
+    files = {recorder.script_file, *(getattr(module, "__file__", None) or "" for module in modules)}
     sources = [source for file in sorted(files) if (source := _read(recorder, file))]
     referred, bodies = set[str](), dict[str, list[list[ast.AST]]]()
     for source in sources:

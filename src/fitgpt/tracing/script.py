@@ -103,7 +103,7 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
     from .trace import recording
 
     target = target_for(gpu, "auto", others=others, budget=budget, torch=version or torch.__version__)
-    recorder, module = Recorder(), command[0] == "-m"
+    recorder, module, loaded_before = Recorder(), command[0] == "-m", set(sys.modules)
     script = command[1] if module else command[0]
     sys.argv = [script, *command[2 if module else 1:]]
     sys.path.insert(0, os.getcwd() if module else str(Path(script).resolve().parent))
@@ -117,7 +117,7 @@ def run(command: list[str], gpu: str, others: str, budget: str, steps: int, vers
         recorder.notes["The script ran to its end."] = None
     except StepsDone:
         recorder.notes[f"Stopped after {steps} optimizer steps: what the script does later was not seen."] = None
-        recorder.not_seen.update(dict.fromkeys(not_reached(recorder)))
+        recorder.not_seen.update(dict.fromkeys(not_reached(recorder, loaded_before)))
     except SystemExit as ended:
         check_children(refused)
         if isinstance(ended.code, str):

@@ -133,8 +133,9 @@ SLOW = {
     "tapes/test_nanogpt_recorded", "test_docs", "test_end_to_end", "test_import_path",
     "training/test_checkpoint_crashes", "training/test_divergence", "training/test_liveness",
     "training/test_memory_check", "training/test_oom_recovery", "training/test_rehearsal", "training/test_run",
-    "training/test_run_killed", "training/test_supervisor", "tracing/test_recording_experts", "web/test_answers",
-    "web/test_answers_fixes", "web/test_app", "web/test_page", "web/test_site", "web/test_workers",
+    "training/test_run_killed", "training/test_supervisor", "tracing/test_evaluation", "tracing/test_processes",
+    "tracing/test_recording_experts", "tracing/test_verdict", "web/test_answers", "web/test_answers_fixes",
+    "web/test_app", "web/test_page", "web/test_site", "web/test_workers",
 }
 
 

@@ -232,6 +232,7 @@ def test_a_plan_states_how_the_rules_of_a_torch_version_are_known(
     assert run_plan(*SMALL, "--gpu=4070", f"--torch={version}", "--json").json["assumes"]["torch"] == message
 
 
+@pytest.mark.reproduction
 @pytest.mark.parametrize("version", ["2.8", "2.15", "3.0"])
 def test_the_accuracy_of_a_version_without_recorded_runs_is_not_claimed(run_plan: Any, version: str) -> None:
     def accuracy(version: str) -> str:

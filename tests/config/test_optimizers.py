@@ -64,6 +64,7 @@ def test_the_declared_state_is_that_of_the_real_optimizer_after_a_step(name: str
         assert {key: real.get(key) for key in declared} == declared
 
 
+@pytest.mark.reproduction
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_resumed_optimizer_gives_the_state_and_the_weights_of_one_that_was_never_stopped(name: str) -> None:
     skip_without_library(SETTINGS[name])

@@ -119,12 +119,14 @@ def test_eval_block_size_is_at_most_block_size() -> None:
     assert config("--block_size=64", "--eval_block_size=64").eval_block == 64
 
 
+@pytest.mark.reproduction
 def test_a_batch_and_a_block_that_together_are_too_many_tokens_are_both_named() -> None:
     error = error_of("--batch_size=2147483647", "--block_size=262144")
     assert "batch_size=2147483647 × block_size=262144 is 562,949,953,159,168 tokens" in error.what
     assert config(error.fix, "--block_size=262144").batch_size == 2**32 // 262144
 
 
+@pytest.mark.reproduction
 def test_more_layers_than_a_forecast_takes_seconds_for_are_an_error() -> None:
     assert config("--n_layer=512").n_layer == 512
     assert "must be at most 512" in error_of("--n_layer=513").what

@@ -33,6 +33,7 @@ def test_no_shipped_config_is_a_script() -> None:
     assert not [file.name for file in EXAMPLES.glob("*.py") if is_training_script(str(file))]
 
 
+@pytest.mark.reproduction
 @pytest.mark.parametrize("text", [SCRIPT, f"{SCRIPT}{'#' * MAX_FILE_BYTES}", f"{SCRIPT}x = = 1"],
                          ids=["short", "longer than a config may be", "not valid Python"])
 @pytest.mark.parametrize(("argv", "fix"), [

@@ -220,6 +220,7 @@ def test_a_message_across_a_chunk_boundary_is_found(at: int) -> None:
     assert found.repeated == 0
 
 
+@pytest.mark.ci
 def test_every_recorded_message_is_found_in_a_large_log() -> None:
     for file in sorted((Path(__file__).parent / "messages").glob("*.txt")):
         text = file.read_text(encoding="utf-8")

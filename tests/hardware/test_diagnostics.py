@@ -213,6 +213,7 @@ def test_a_cpu_and_an_old_torch_are_notes() -> None:
     assert verdicts(diagnostics.check_compiling(cpu, HERE)) == {"ok"}
 
 
+@pytest.mark.reproduction
 def test_a_torch_that_is_too_new_gets_no_fix() -> None:
     notes = ["torch: 2.16.0 is newer than 2.15, the last version whose memory fitgpt knows."]
     _, note = by_subject(diagnostics.check_torch({**FINE, "notes": notes}, HERE))["torch"]

@@ -126,6 +126,7 @@ def test_a_tape_completes_under_what_it_needs_and_fails_with_2_mib_less() -> Non
     assert least < replay(tape(*script)).reserved
 
 
+@pytest.mark.reproduction
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("nbytes", [2**61, 10**20])
 def test_a_replay_without_a_limit_reserves_any_size(nbytes: int, expandable: bool) -> None:

@@ -46,6 +46,7 @@ def link_to_notes(path: Path) -> None:
     path.symlink_to(path.parent / "notes")
 
 
+@pytest.mark.reproduction
 @pytest.mark.parametrize("name", ["lock", "metrics.jsonl"])
 @pytest.mark.parametrize(("place", "kind"), [(link_to_notes, "a symbolic link"), (os.mkfifo, "a pipe"),
                                              (os.mkdir, "a folder")])

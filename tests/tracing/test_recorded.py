@@ -96,6 +96,7 @@ def test_8_bit_layers_are_within_2_percent_and_say_what_is_not_in_the_plan() -> 
     assert all(OUTLIERS in run.trace.notes for run in found if run.trace)
 
 
+@pytest.mark.ci
 def test_held_out_language_models_are_within_the_same_bounds() -> None:
     found = [run for name in HELD_OUT for run in held_out_runs(name) if run.group == LANGUAGE]
     errors = {run.name: run.percents() for run in found if run.trace and NO_FAST_PATH not in run.trace.notes}

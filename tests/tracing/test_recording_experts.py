@@ -28,6 +28,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Trace:
     return run([experts_script.__file__, *arguments], "h200", "", "", 4, "2.11")
 
 
+@pytest.mark.reproduction
 @pytest.mark.parametrize("arguments", [[], ["grouped_mm"], ["grouped_mm", "float32"]])
 def test_experts_by_grouped_mm_are_traced_to_the_end(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     trace = traced(monkeypatch, *arguments)
@@ -74,6 +75,7 @@ def test_only_eager_experts_have_shapes_that_depend_on_the_routing(experts: str,
     assert (seen[0] == seen[1]) == independent
 
 
+@pytest.mark.reproduction
 def test_bitsandbytes_leaves_experts_in_16_bits(transformers: Any) -> None:
     """They are parameters of three dimensions, and it replaces nn.Linear."""
     bnb = pytest.importorskip("bitsandbytes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from torch import nn
 from fitgpt.commands.main import main
 from fitgpt.planning.budget import target_for
 from fitgpt.planning.verdict import Verdict
-from fitgpt.tracing.plan import plan_trace, verdicts
+from fitgpt.tracing.plan import TracedPlan, plan_trace, verdicts
 from fitgpt.tracing.recorder import Recorder
+from fitgpt.tracing.script import run
 from fitgpt.tracing.trace import recording
 from fitgpt.tracing.trace_file import Trace, to_json, trace_of
 
@@ -83,26 +85,37 @@ def test_experts_behind_a_branch_are_not_all_seen(tmp_path: Path, capfd: pytest.
     assert {row["verdict"] for row in json.loads(capfd.readouterr().out)["gpus"]} == {"not_all_seen", None}
 
 
-@pytest.mark.reproduction
-def test_steps_behind_a_check_of_finiteness_are_taken(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, document, _ = trace(tmp_path, SKIPS, capfd)
-    assert code == 0
-    assert len(document["steps"]) == 3  # type: ignore[arg-type]
+def planned(folder: Path, source: str) -> TracedPlan:
+    """The plan of a script that this process runs."""
+    script = folder / "train.py"
+    script.write_text(source)
+    try:
+        return plan_trace(run([str(script)], "4070", "", "", 4, "2.13"), RTX)
+    finally:
+        sys.path.remove(str(folder))
 
 
 @pytest.mark.reproduction
-def test_an_allocation_that_no_gpu_holds_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, document, text = trace(tmp_path, HUGE, capfd)
-    assert code == 1
-    assert document["needs_bytes"] >= 2**61  # type: ignore[operator]
-    assert f"One allocation alone takes 2.00 EiB: 2,305,843,009,213,693,952 × uint8 at {tmp_path}/train.py:6" in text
+def test_steps_behind_a_check_of_finiteness_are_taken(tmp_path: Path) -> None:
+    plan = planned(tmp_path, SKIPS)
+    assert plan.verdict is Verdict.FITS
+    assert len(plan.steps) == 3
 
 
 @pytest.mark.reproduction
-def test_an_optimizer_that_never_steps_is_in_the_verdict(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, document, _ = trace(tmp_path, NEVER, capfd)
-    assert code == 10
-    assert document["not_seen"] == ["The script makes an optimizer, and no optimizer step was traced."]
+def test_an_allocation_that_no_gpu_holds_is_named(tmp_path: Path) -> None:
+    plan = planned(tmp_path, HUGE)
+    assert plan.verdict is Verdict.DOES_NOT_FIT
+    assert plan.forecast.needs >= 2**61
+    text = f"One allocation alone takes 2.00 EiB: 2,305,843,009,213,693,952 × uint8 at {tmp_path}/train.py:6."
+    assert text in " ".join(plan.text(1000).split())
+
+
+@pytest.mark.reproduction
+def test_an_optimizer_that_never_steps_is_in_the_verdict(tmp_path: Path) -> None:
+    plan = planned(tmp_path, NEVER)
+    assert plan.verdict is Verdict.NOT_ALL_SEEN
+    assert plan.caveats == ("The script makes an optimizer, and no optimizer step was traced.",)
 
 
 def convolutions(steps: int = 2) -> Trace:
@@ -137,13 +150,12 @@ def test_recurrent_layers_are_tight() -> None:
 
 
 @pytest.mark.reproduction
-@pytest.mark.parametrize("option", ["coordinate_descent_tuning", "max_autotune",
-                                    "triton.mix_order_reduction_autotune_split_size"])
-def test_options_that_time_kernels_do_not_cost_the_compilers_plan(option: str) -> None:
+def test_options_that_time_kernels_do_not_cost_the_compilers_plan() -> None:
     from torch._inductor import config
 
-    recorder = Recorder()
-    with config.patch({option: True}), recording(recorder, RTX):
+    recorder, options = Recorder(), ("coordinate_descent_tuning", "max_autotune",
+                                     "triton.mix_order_reduction_autotune_split_size")
+    with config.patch(dict.fromkeys(options, True)), recording(recorder, RTX):
         block = nn.Sequential(nn.LayerNorm(768), nn.Linear(768, 768), nn.GELU(), nn.LayerNorm(768)).cuda()
         torch.compile(block)(torch.randn(16, 1024, 768, device="cuda")).float().square().mean().backward()
     assert recorder.compiled

@@ -420,6 +420,7 @@ def test_expandable_segments_are_on_unless_the_user_set_the_allocator() -> None:
         assert {key: value for key, value in child_environment(theirs).items() if key in ours} == theirs
 
 
+@pytest.mark.reproduction
 def test_threads_wait_asleep_unless_the_user_chose_otherwise() -> None:
     assert child_environment({})["OMP_WAIT_POLICY"] == "passive"
     assert child_environment({"OMP_WAIT_POLICY": "active"})["OMP_WAIT_POLICY"] == "active"

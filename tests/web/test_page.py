@@ -496,6 +496,7 @@ def test_pasted_text_fills_the_form_and_tabs_are_in_the_address(shown: Callable[
         page.wait_for_selector("#paste-note:has-text('pasted text:2')")
 
 
+@pytest.mark.reproduction
 @pytest.mark.parametrize(("text", "note"), [
     ("import torch\nmodel = torch.nn.Linear(8, 8)\n", "fitgpt trace --gpu \"RTX 4070\" train.py"),
     ("fitgpt trace --gpu 3060 vit.py 128", "fitgpt trace --gpu 3060 vit.py 128"),

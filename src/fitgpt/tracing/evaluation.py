@@ -71,7 +71,7 @@ def _of_trainers(recorder: Recorder) -> Iterator[str]:
             if ran == "_evaluation_step":
                 if trainer.enable_validation:
                     yield LIGHTNING_EVALUATES.format(place)
-            elif (strategy := str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy))) != "no":
+            elif (strategy := getattr(getattr(trainer.args, "eval_strategy", None), "value", "no")) != "no":
                 yield TRAINER_EVALUATES.format(f"{place}: {type(trainer).__name__}", strategy,
                                                trainer.args.per_device_eval_batch_size)
 
@@ -192,17 +192,14 @@ def _runs_model(body: Iterable[ast.AST], source: Source, bodies: dict[str, list[
                 seen: set[str]) -> bool:
     """Whether code may call a model: a variable or an attribute, here or in a function of the user's that it calls."""
     for call in (node for statement in body for node in ast.walk(statement) if isinstance(node, ast.Call)):
-        name = _name_of(call)
-        if isinstance(call.func, ast.Name) and (name in source.modules or hasattr(builtins, name)):
-            continue
-        if isinstance(call.func, ast.Attribute) and (name in KNOWN or _root(call.func) in source.modules):
-            continue
-        if name not in bodies:
-            return True
-        if name not in seen:
+        name, is_method = _name_of(call), isinstance(call.func, ast.Attribute)
+        if name in bodies:
+            first_time = name not in seen
             seen.add(name)
-            if any(_runs_model(nodes, source, bodies, seen) for nodes in bodies[name]):
+            if first_time and any(_runs_model(nodes, source, bodies, seen) for nodes in bodies[name]):
                 return True
+        elif not (_root(call.func) in source.modules or (name in KNOWN if is_method else hasattr(builtins, name))):
+            return True
     return False
 
 

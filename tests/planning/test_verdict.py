@@ -24,7 +24,7 @@ SNUG = ["--n_layer=4", "--compile=False", "--batch_size=118", "--max_iters=100"]
 # nanoGPT compiled, with its own allocator: it completes under a limit that other orders of addresses do not.
 OTHER_ORDERS_FAIL: dict[str, Any] = dict(compile=True, n_layer=6, n_head=8, n_embd=512, batch_size=8, block_size=1024,
                                          gradient_accumulation_steps=40)
-DESKTOP = "Nothing else may use the GPU, and a desktop takes 0.3 to 2 GiB: --others 1GiB plans with one."
+DESKTOP = "A desktop takes 0.3 to 2 GiB, and none is counted: --others 1GiB plans with one."
 
 
 def budget_of(limit: int, **more: Any) -> Budget:

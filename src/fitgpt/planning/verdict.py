@@ -43,7 +43,7 @@ def tight_reasons(needs: int, budget: Budget, lowest_error: float) -> list[str]:
     if not safe_limit(budget, lowest_error) < needs <= limit:
         return found
     if budget.desktop and needs > limit - DESKTOP:
-        found.append("Nothing else may use the GPU, and a desktop takes 0.3 to 2 GiB: --others 1GiB plans with one.")
+        found.append("A desktop takes 0.3 to 2 GiB, and none is counted: --others 1GiB plans with one.")
     if needs > limit * (1 + lowest_error):
         found.append(f"A forecast of such a run was once {-lowest_error:.1%} too low; this run would then need "
                      f"{show_bytes(round(needs / (1 + lowest_error)))}.")

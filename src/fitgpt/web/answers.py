@@ -175,9 +175,8 @@ def exact(query: PageQuery) -> Answer:
     headroom = f"{show_bytes(abs(memory.headroom))} {'to spare' if fitting else 'too much'}"
     hours = [show_seconds(3600 * each) for each in run.hours] if run.hours and fitting else []
     return {
-        "verdict": memory.verdict, "summary": " ".join([show.verdict(memory, target.neighbours), *memory.caveats]),
-        "needs": memory.forecast.needs,
-        "headroom": memory.headroom,
+        "verdict": memory.verdict, "needs": memory.forecast.needs, "headroom": memory.headroom,
+        "summary": without_dashes(" ".join([show.verdict(memory, target.neighbours), *memory.caveats])),
         "config_file": config_file(query, f"{_title(query, memory.run)}. {show.VERDICTS[memory.verdict]}: {headroom}."),
         "speed": _tokens(speed) if fitting else "",  # a run that cannot be has no speed
         "length": {"steps": run.steps, "tokens": show_count(run.tokens), "hours": " – ".join(dict.fromkeys(hours)),

@@ -13,7 +13,7 @@ import torch
 from fitgpt.commands.main import main
 from fitgpt.core.errors import CannotTrace
 from fitgpt.tracing import trackers
-from fitgpt.tracing.processes import training_child
+from fitgpt.tracing.processes import check_command, training_child
 from fitgpt.tracing.script import run
 from fitgpt.tracing.trace_file import Trace
 
@@ -96,6 +96,12 @@ def test_a_child_that_trains_is_not_started_and_ends_the_trace(tmp_path: Path, s
     assert not Path("started").exists()
 
 
+def test_a_script_may_be_called_like_a_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "composer.py"
+    script.write_text("")
+    check_command([str(script)], [])
+
+
 def test_other_children_run(tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text("import json\nopen('made', 'w')\n")
     assert traced(tmp_path, "import subprocess, sys\nsubprocess.run(['git', '--version'], check=True)\n"
@@ -113,6 +119,7 @@ def test_after_a_trace_any_child_runs(tmp_path: Path) -> None:
     [sys.executable, "-s", "-c", "from multiprocessing.spawn import spawn_main; spawn_main(pipe_handle=7)"],
     [sys.executable, str(Path(torch.__file__).parent / "_inductor" / "compile_worker" / "__main__.py")],
     [sys.executable, "-m", "pip", "list"], [sys.executable], ["gcc", "torch.c"], "git status; echo 'it", [],
+    ["accelerate", "env"], [sys.executable, "-m", "accelerate", "config"],
 ])
 def test_helpers_of_multiprocessing_the_compiler_and_programs_are_no_training(command: list[str]) -> None:
     assert training_child(command) == []

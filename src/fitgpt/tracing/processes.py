@@ -61,9 +61,10 @@ def check_command(command: Sequence[str], options: Sequence[str]) -> None:
 
 def launches(argv: Sequence[str], *, is_module: bool = False) -> bool:
     """Whether a command line, or a module with its arguments, is that of a launcher of several processes."""
-    if is_module:
-        return argv[0] in LAUNCHER_MODULES
-    return Path(argv[0]).stem in LAUNCHERS
+    name = argv[0] if is_module else Path(argv[0]).name.removesuffix(".exe")
+    if name == "accelerate":  # it has other commands, too
+        return "launch" in argv
+    return name in (LAUNCHER_MODULES if is_module else LAUNCHERS)
 
 
 # ---- processes that the script starts
@@ -117,7 +118,7 @@ def _trains(arguments: Sequence[str], folder: str) -> bool:
             next(rest, None)
         elif each == "-m":
             module = next(rest, "")
-            return module in LAUNCHER_MODULES or is_training_script(_file_of(module, folder))
+            return launches([module, *rest], is_module=True) or is_training_script(_file_of(module, folder))
         elif each == "-c":
             return imports_torch(next(rest, "").replace(";", "\n"))
         elif not each.startswith("-"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -146,20 +147,24 @@ config = Qwen3Config(vocab_size=64, hidden_size=32, intermediate_size=64, num_hi
 rows = [{{"input_ids": torch.arange(16), "labels": torch.arange(16)}}] * 64
 args = TrainingArguments({folder!r}, per_device_train_batch_size=1, max_steps=100, eval_strategy={strategy!r},
                          eval_steps={every}, save_strategy="no", report_to="none")
-Trainer(Qwen3ForCausalLM(config), args, train_dataset=rows, eval_dataset=rows[:16]).train()
+trainer = Trainer(Qwen3ForCausalLM(config), args, train_dataset=rows, eval_dataset=rows[:16])
+trainer.train()
+{after}
 """
 
 
 @pytest.mark.reproduction
-@pytest.mark.parametrize(("strategy", "every", "named"), [("steps", 50, True), ("steps", 2, False), ("no", 50, False)],
-                         ids=["every 50 steps", "reached", "never"])
+@pytest.mark.parametrize(("strategy", "every", "after", "named"), [
+    ("steps", 50, "", "line 11: Trainer evaluates (eval_strategy='steps', batches of 8)"),
+    ("steps", 2, "trainer.evaluate()", ""), ("no", 50, "", ""), ("no", 50, "trainer.evaluate()", "line 12 (evaluate)"),
+], ids=["every 50 steps", "reached", "never", "after training"])
 def test_a_trainer_of_transformers_that_is_to_evaluate_and_did_not_is_named(
-        tmp_path: Path, strategy: str, every: int, named: bool) -> None:
+        tmp_path: Path, strategy: str, every: int, after: str, named: str) -> None:
     script = tmp_path / "train.py"
-    script.write_text(TRAINER.format(folder=str(tmp_path / "out"), strategy=strategy, every=every))
+    gc.collect()  # trainers of other tests
+    script.write_text(TRAINER.format(folder=str(tmp_path / "out"), strategy=strategy, every=every, after=after))
     try:
         found = run([str(script)], "4070", "", "", 4, "2.13").not_seen
     finally:
         sys.path.remove(str(tmp_path))
-    assert [f"{script}, line 10: Trainer evaluates (eval_strategy='steps', batches of 8)" in each
-            for each in found] == [True] * named
+    assert [named in each for each in found] == [True] * bool(named)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -161,7 +160,6 @@ trainer.train()
 def test_a_trainer_of_transformers_that_is_to_evaluate_and_did_not_is_named(
         tmp_path: Path, strategy: str, every: int, after: str, named: str) -> None:
     script = tmp_path / "train.py"
-    gc.collect()  # trainers of other tests
     script.write_text(TRAINER.format(folder=str(tmp_path / "out"), strategy=strategy, every=every, after=after))
     try:
         found = run([str(script)], "4070", "", "", 4, "2.13").not_seen

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import gc
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator
@@ -28,7 +27,8 @@ EVALUATES = {"generate", "evaluate", "predict", "validate"}  # methods of models
 # Methods of tensors, modules and containers: they run no model.
 KNOWN = {name for kind in (torch.Tensor, nn.Module, list, dict, set) for name in dir(kind)} - {"forward", "__call__"}
 CALLED_BY_LIBRARIES = {"forward", "training_step", "validation_step", "test_step", "compute_loss", "prediction_step"}
-TRAINERS_LOOP = "evaluation_loop"  # of transformers' Trainer, whatever calls it
+# Functions that evaluate: of transformers' Trainer, and of Lightning's.
+TRAINERS_LOOP, LIGHTNINGS_STEP = "evaluation_loop", "_evaluation_step"
 FITGPT = str(Path(__file__).resolve().parents[1]) + os.sep
 MOST_NAMED = 3
 NOT_REACHED = ("Evaluation was not reached, and may need more memory than stated: {}. To trace it, let it run within "
@@ -43,7 +43,7 @@ LIGHTNING_EVALUATES = "{} runs a validation loop that the trace did not reach. T
 def not_reached(recorder: Recorder, others: Collection[str] = ()) -> list[str]:
     """What was not reached; a script that ran to its end has reached all that it would. `others`: modules that are not
     the script's."""
-    found = [*_of_trainers(recorder), *_before_training(recorder)]
+    found = [*_of_trainer(recorder), *_before_training(recorder)]
     names = [f"{_shown(each.file)}, line {each.line} ({each.what})" for each in _of_files(recorder, others)]
     if names:
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
@@ -56,24 +56,19 @@ def _shown(file: str) -> str:
     return file if relative.startswith("..") else relative
 
 
-# ---- trainers of libraries
+# ---- trainers of libraries, and evaluation that ran
 
 
-def _of_trainers(recorder: Recorder) -> Iterator[str]:
-    """Trainers that exist, are to evaluate and have not done so."""
-    place = recorder.called_from or "The script"
-    for name, ran in (("transformers.trainer", TRAINERS_LOOP), ("lightning.pytorch", "_evaluation_step"),
-                      ("pytorch_lightning", "_evaluation_step")):
-        kind = getattr(sys.modules.get(name), "Trainer", None)
-        if kind is None or ran in recorder.functions:
-            continue
-        for trainer in [each for each in gc.get_objects() if issubclass(type(each), kind)][:1]:
-            if ran == "_evaluation_step":
-                if trainer.enable_validation:
-                    yield LIGHTNING_EVALUATES.format(place)
-            elif (strategy := getattr(getattr(trainer.args, "eval_strategy", None), "value", "no")) != "no":
-                yield TRAINER_EVALUATES.format(f"{place}: {type(trainer).__name__}", strategy,
-                                               trainer.args.per_device_eval_batch_size)
+def _of_trainer(recorder: Recorder) -> Iterator[str]:
+    """A Trainer of transformers, or that of a LightningModule, that is to evaluate and has not done so."""
+    trainer = recorder.trainer
+    strategy = getattr(getattr(getattr(trainer, "args", None), "eval_strategy", None), "value", "no")
+    if strategy != "no" and TRAINERS_LOOP not in recorder.functions:
+        yield TRAINER_EVALUATES.format(f"{recorder.called_from}: {type(trainer).__name__}", strategy,
+                                       trainer.args.per_device_eval_batch_size)
+    if getattr(getattr(trainer, "trainer", None), "enable_validation", False) \
+            and LIGHTNINGS_STEP not in recorder.functions:
+        yield LIGHTNING_EVALUATES.format(recorder.called_from)
 
 
 def _before_training(recorder: Recorder) -> Iterator[str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 from types import FrameType
+from typing import Any
 
 from ..hardware.allocator_env import wants_expandable_segments
 from ..memory.tape import EMPTY_CACHE, Event, Span, Tape
@@ -74,6 +75,7 @@ class Recorder:
     lines: set[tuple[str, int]] = field(default_factory=set)
     functions: set[str] = field(default_factory=set)
     folder: str = field(default_factory=os.getcwd)  # that relative names of files are in
+    trainer: Any = None      # whose method `training_step` called a model: of transformers, or a LightningModule
     script_file: str = ""    # the file that runs as __main__
     called_from: str = ""    # the user's line that last called a model: "train.py, line 42"
     origin: str = ""         # the module whose gradients a backward pass computes now
@@ -123,10 +125,12 @@ class Recorder:
     def mark_lines(self) -> None:
         """A model is called, or gradients are turned off: all lines that led there."""
         frame: FrameType | None = sys._getframe(1)
-        innermost = True
+        innermost, trainer = True, None
         while frame is not None:
             code = frame.f_code
             self.functions.add(code.co_name)
+            if code.co_name == "training_step" and trainer is None:
+                trainer = self.trainer = frame.f_locals.get("self")
             if code.co_name == "decorate_context":  # @torch.no_grad(), in torch/utils/_contextlib.py
                 code = getattr(frame.f_locals.get("func"), "__code__", code)
                 self.lines.add((code.co_filename, code.co_firstlineno))

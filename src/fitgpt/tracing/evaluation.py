@@ -147,7 +147,7 @@ def _read(recorder: Recorder, file: str) -> Source | None:
         return None
     try:
         return Source(file, ast.parse(path.read_bytes()), file == recorder.script_file)
-    except (OSError, SyntaxError, ValueError):
+    except (OSError, SyntaxError, ValueError, RecursionError):
         return None
 
 

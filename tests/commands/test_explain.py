@@ -388,7 +388,7 @@ def test_a_tight_plan_is_explained_with_its_reasons(tmp_path: Path, no_stdin: No
         assert main(["explain", *argv, "--json"]) == 0
         answer = json_output(capsys)
         assert answer["title"].startswith("The run fits, but it is tight: PyTorch needs 10.99 GiB")
-        assert len([note for note in answer["notes"] if "a desktop takes 0.3 to 2 GiB" in note]) == 1
+        assert len([note for note in answer["notes"] if "A desktop takes 0.3 to 2 GiB" in note]) == 1
 
 
 def test_a_plan_of_another_schema_is_a_usage_error_that_says_what_to_type(

@@ -195,7 +195,7 @@ def test_a_tight_run_is_neither_green_nor_red_and_says_what_a_desktop_takes(show
     with shown(f"{snug}&batch_size=118") as page:
         assert "Tight" in verdict(page, "tight")
         assert "to spare" in page.inner_text("#headroom")
-        assert "a desktop takes 0.3 to 2 GiB" in page.inner_text(".summary")
+        assert "A desktop takes 0.3 to 2 GiB" in page.inner_text(".summary")
         mark = page.evaluate("getComputedStyle(document.querySelector('#verdict .mark'), '::before').content")
         assert mark == '"!"'
         page.wait_for_selector('#gpus [data-gpu="RTX 4070"] span.tight:text("tight")')

@@ -416,7 +416,10 @@ def test_figures_of_hundreds_of_digits_are_none(text: str) -> None:
 @pytest.mark.parametrize("card", [CARD, None])
 def test_a_run_is_forecast_with_the_installed_torch(card: gpus.GpuModel | None,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fitgpt.diagnosis.case.torch_version", lambda: "2.12")
+    monkeypatch.setattr("fitgpt.diagnosis.case.torch_version", lambda given: given or "2.12")
     run = ExplainRequest(RunConfig()).run_on(card)
     assert run is not None
     assert run.platform.torch == "2.12"
+    named = ExplainRequest(RunConfig(), torch="2.13").run_on(card)
+    assert named is not None
+    assert named.platform.torch == "2.13"

@@ -82,12 +82,13 @@ class ExplainRequest:
     others: int | None = None      # bytes of other processes
     process: int | None = None     # bytes of the run's process
     trace: Trace | None = None     # of the script
+    torch: str = ""                # version; by default the one installed here
 
     def run_on(self, card: GpuModel | None) -> ExplainedRun | None:
         """The run on that GPU, or on one of compute capability 8.6; None without a config."""
         if self.config is None:
             return None
-        torch = torch_version()
+        torch = torch_version(self.torch)
         return self.run_with(platform_for(card, torch=torch) if card else Platform((8, 6), torch))
 
     def run_with(self, platform: Platform) -> ExplainedRun:

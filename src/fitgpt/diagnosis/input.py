@@ -47,13 +47,14 @@ RESUMED = ("init_from", "resume")  # a resumed run has the tape of a run from sc
 
 
 def explain(text: str, config: RunConfig | None = None, *, gpu: str = "", trainer: str = "auto",
-            others: int | None = None) -> Diagnosis:
+            others: int | None = None, torch: str = "") -> Diagnosis:
     """An out-of-memory message, output of nvidia-smi or a plan in JSON, and the run's config if known → Diagnosis.
 
-    Its subject is "unknown" if the text is none of these. `others`: bytes that other processes hold of the GPU.
+    Its subject is "unknown" if the text is none of these. `others`: bytes that other processes hold of the GPU;
+    `torch`: a version, by default the one installed here.
     """
     given = _read_text(text)
-    request = ExplainRequest(config, gpu=gpu, trainer=trainer, others=others)
+    request = ExplainRequest(config, gpu=gpu, trainer=trainer, others=others, torch=torch)
     return _explain_text(given, request) or _unknown("The text", given, INPUTS[:2])
 
 

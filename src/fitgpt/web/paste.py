@@ -163,7 +163,8 @@ def _explained(text: str, query: str | None) -> Answer:
     """The diagnosis, with the settings of each remedy, and those in which the explained run differs from the plan."""
     planned = read(query) if query is not None else None
     found = diagnosis.explain(text, planned.config if planned else None, trainer=planned.trainer if planned else "auto",
-                              others=optional_bytes(planned.questions.others, "MiB") if planned else None)
+                              others=optional_bytes(planned.questions.others, "MiB") if planned else None,
+                              torch=planned.questions.torch if planned else "")
     inferred = {name: str(value) for name, value in found.inferred.items()} if planned else {}
     document = asdict(found) | {"inferred": inferred, "run": _title(planned, found.inferred) if planned else ""}
     for remedy in document["remedies"]:
